@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "train a small GPT on real text: dynamic CP against static CP, and eval-time CP",
     ),
     "plan": (plan, "plan lengths from a file or a family: report, table, timeline, trace"),
-    "simulate": (simulate, "replay batches through static CP, packing only and hcp, by a model"),
+    "simulate": (simulate, "whether dynamic CP pays for your lengths, by a model"),
     "calibrate": (calibrate, "measure micro-batches on this machine: a cost model for plan"),
     "doctor": (doctor, "which parts of hcp work on this machine, and why the others do not"),
 }

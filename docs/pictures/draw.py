@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/pictures/draw.py
 
-They are 480 points wide, so that a phone shows their text large enough.
+Most are 480 points wide, so that a phone shows their text large enough.
 tests/project/test_pictures.py holds that the files are what this program makes.
 """
 
@@ -185,9 +185,30 @@ SIMULATED = "--family wikipedia --sequences 64 --batches 1 --ranks 16 --max-toke
 
 
 def plan() -> str:
-    """Static CP, packing only, and hcp, as `python -m hcp simulate` plans them."""
+    """Packed static CP and hcp, as `python -m hcp simulate` plans them."""
     simulated = simulate(parse_arguments(SIMULATED.split()))
-    return timeline_svg(simulated.plans[0], unit=simulated.unit, width=WIDTH, height=184)
+    plans = {name: simulated.plans[0][name] for name in ("static CP", "hcp")}
+    return timeline_svg(plans, unit=simulated.unit, width=900, height=240)
+
+
+MEASURED = {"Wikipedia": 1.19, "GitHub": 1.18, "LongAlign": 1.13, "ChatQA2": 1.18}
+"""Tokens per second over Transformer Engine's best, by the page of results that README.md names."""
+
+
+def speeds() -> str:
+    """Tokens per second beside Transformer Engine, by family of lengths."""
+    left, wide, parts = 92, 300, []
+    scale = wide / max(MEASURED.values())
+    for i, (family, speed) in enumerate(MEASURED.items()):
+        y = 10 + 30 * i
+        parts.append(text(left - 8, y + 15, family, anchor="end"))
+        parts.append(cell(left, y, speed * scale, 20, RANKS[0]))
+        parts.append(text(left + speed * scale + 6, y + 15, f"{speed:.2f}", "head"))
+    foot = 10 + 30 * len(MEASURED)
+    parts.append(f'<path class="line" d="M{left + scale:g} 4V{foot}" stroke-dasharray="3 3"/>')
+    parts.append(text(left + scale, foot + 14, "Transformer Engine = 1", "note", "end"))
+    parts.append(text(0, foot + 34, "tokens per second of Megatron-Core training, 4 H200s", "note"))
+    return picture(foot + 42, parts, "Speed of hcp over Transformer Engine's best, by lengths")
 
 
 def evaluation() -> str:
@@ -230,6 +251,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "zigzag": zigzag,
     "comm-types": comm_types,
     "plan": plan,
+    "speeds": speeds,
     "evaluation": evaluation,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -20,10 +21,11 @@ LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, *
 SHOWN: dict[str, tuple[str | None, str | None]] = {
     "ranks": (None, "of the dp x cp domain"),
     "max_tokens_per_rank": ("TOKENS", "most rows of one rank in one micro-batch"),
-    "min_degree": ("RANKS", None),
-    "max_degree": ("RANKS", None),
-    "alignment": ("ROWS", None),
-    "ranks_per_node": ("RANKS", None),
+    "min_degree": ("RANKS", "fewest that compute a sequence (1)"),
+    "max_degree": ("RANKS", "most that compute a sequence (all)"),
+    "degrees": (None, "any, or powers of two alone (any)"),
+    "alignment": ("ROWS", "rows of a rank are a multiple of this (1)"),
+    "ranks_per_node": ("RANKS", "of a node (all ranks are on one)"),
     "sync": (None, "when ranks wait for each other (step)"),
     "pipeline_stages": ("STAGES", "of so many ranks each (1)"),
     "virtual_stages": ("CHUNKS", "of each stage (1)"),
@@ -35,9 +37,29 @@ SHOWN: dict[str, tuple[str | None, str | None]] = {
 """The value and the help text of each option."""
 
 
+THOUSANDS = {"K": 1024, "M": 1024**2}
+
+
+def whole_number(text: str) -> int:
+    """Return 16384 for "16384", "16_384" and "16K". For argparse."""
+    unit = THOUSANDS.get(text[-1:].upper())
+    try:
+        return int(text) if unit is None else int(text[:-1]) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number, expected one such as 16384 or 16K"
+        ) from None
+
+
+def program() -> str:
+    """How this command line was called."""
+    return "hcp" if Path(sys.argv[0]).name == "hcp" else "python -m hcp"
+
+
 def new_parser(command: str, says: str, epilog: str = "") -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=f"python -m hcp {command}",
+        prog=f"{program()} {command}",
+        usage="%(prog)s [OPTIONS]",
         description=says,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,28 +89,30 @@ def add_field(parser: argparse.ArgumentParser) -> None:
 
 def add_drawing(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
-        "--sequences", type=int, default=sequences, help=f"in a global batch ({sequences})"
+        "--sequences", type=whole_number, default=sequences, help=f"in a global batch ({sequences})"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the lengths that are drawn (0)")
     parser.add_argument(
-        "--max-length", type=int, metavar="TOKENS", help="longer ones are cut to this"
+        "--max-length", type=whole_number, metavar="TOKENS", help="longer ones are cut to this"
     )
 
 
-def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the limits of a plan, by the names of hcp.plan's arguments."""
+def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> argparse._ArgumentGroup:
+    """Add the limits of a plan, by the names of hcp.plan's arguments. ``defaults``: of some that
+    hcp.plan requires."""
     group = parser.add_argument_group("limits")
     for field in LIMITS:
-        metavar, says = SHOWN.get(field.name, (None, None))
-        required = field.default is MISSING
+        metavar, says = SHOWN[field.name]
+        given = defaults.get(field.name)
+        required = field.default is MISSING and given is None
         group.add_argument(
             flag(field.name),
-            type=str if field.name in CHOICES else int,
+            type=str if field.name in CHOICES else whole_number,
             choices=CHOICES.get(field.name),
             required=required,
-            default=None if required else field.default,
+            default=given if field.default is MISSING else field.default,
             metavar=metavar,
-            help=says,
+            help=says if given is None else f"{says} ({given})",
         )
     group.add_argument("--effort", type=int, default=1, help="more: a longer search (1)")
     return group

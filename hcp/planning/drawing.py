@@ -163,7 +163,7 @@ def timeline_page(
         f"<title>{escape(title)}</title><style>"
         "body{font:15px/1.5 system-ui,sans-serif;margin:24px auto;max-width:1100px;padding:0 12px;"
         "color:#222;background:#fff}h1{font-size:20px}figure{margin:0;overflow-x:auto}"
-        "svg{max-width:100%;height:auto;min-width:680px}rect.box:hover{stroke:#000}</style></head>"
+        "svg{max-width:100%;height:auto}rect.box:hover{stroke:#000}</style></head>"
         f"<body><h1>{escape(title)}</h1>{lines}<figure>{drawn}</figure>"
         "<p>A row is a rank. A colour is a CP degree, a box a sequence: point at it for its "
         "length. Light grey is launching or waiting; the bars at the right are each rank's idle "
@@ -177,22 +177,23 @@ def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
     boxes = timeline(plan)
     end, bottom = scale.x(plan.makespan), scale.y(plan.ranks)
     yield _rect(scale.left, scale.top, end - scale.left, bottom - scale.top, "rows")
-    for box in boxes:
-        yield from _sequences(plan, box, scale)
+    parts = [part for box in boxes for part in _sequences(plan, box, scale)]
+    yield from (part for part in parts if not part.startswith("<text"))
     x = scale.x(bound)
     yield (
         f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
+    yield from (part for part in parts if part.startswith("<text"))  # above the line
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
     for rank, idle in enumerate(idle_shares(plan, boxes)):
         y, height = scale.y(rank), scale.per_rank
         what = f"rank {rank}: idle {idle:.1%}"
-        yield _rect(width - RIGHT + 8, y + height * 0.15, 46 * idle, height * 0.7, "idle", what)
+        yield _rect(width - RIGHT + 42, y + height * 0.15, 18 * idle, height * 0.7, "idle", what)
         if rank % every == 0:
             middle = y + min(height, 13) / 2 + 4
             yield _text(scale.left - 6, middle, f"rank {rank}", "small", "end")
-            yield _text(width - RIGHT + 10, middle, f"{idle:.0%}", "small")
+            yield _text(width - RIGHT + 38, middle, f"{idle:.0%}", "small", "end")
 
 
 def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:

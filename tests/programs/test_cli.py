@@ -25,6 +25,7 @@ from hcp.__main__ import main
 from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
 from hcp.cli.lengths import read_lengths
+from hcp.cli.simulate import parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.drawing import timeline_svg
 from hcp.planning.timeline import chrome_trace, timeline
@@ -231,8 +232,16 @@ def test_plan_says_why_there_is_none(tmp_path: Path, capsys: Capture) -> None:
 SIMULATE = ["simulate", "--family", "mock", "--sequences", "60", "--batches", "3", *LIMITS]
 
 
-def simulated(capsys: Capture, *argv: str) -> dict[str, dict]:
-    assert main([*SIMULATE, "--json", *argv]) == 0
+@pytest.fixture
+def equal(tmp_path: Path) -> list[str]:
+    """Options for 3 batches of 60 sequences, one of which fills a rank."""
+    file = tmp_path / "equal.json"
+    file.write_text(json.dumps([1024] * 180))
+    return ["simulate", "--lengths", str(file), "--sequences", "60", "--batches", "3", *LIMITS]
+
+
+def simulated(capsys: Capture, *argv: str, of: Sequence[str] = SIMULATE) -> dict[str, dict]:
+    assert main([*of, "--json", *argv]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["simulated"] is True
     return data["results"]
@@ -256,19 +265,45 @@ def test_hcp_is_never_behind_in_its_own_model(sync: str, capsys: Capture) -> Non
     assert results["static CP"]["planning_ms"] is None
 
 
-def test_tokens_per_second_are_tokens_over_the_makespans_of_the_cost_model(capsys: Capture) -> None:
+def test_tokens_per_second_are_tokens_over_the_makespans_of_the_cost_model(
+    equal: list[str], capsys: Capture
+) -> None:
     """All prices but the launch are next to nothing, so micro-batches can be counted."""
     rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "1e4"]
-    results = simulated(capsys, *rates, "--max-length", "1024")
-    static = results["static CP"]
-    tokens = sum(
-        min(1024, FAMILIES["mock"].draw(random))
-        for random in (Random(seed) for seed in range(3))
-        for _ in range(60)
-    )
+    static = simulated(capsys, *rates, of=equal)["static CP"]
     assert static["micro_batches"] == 8  # 60 sequences on 8 ranks of degree 1
-    assert static["tokens_per_second"] == pytest.approx(tokens / (3 * 8 * 10), rel=1e-3)
+    assert static["tokens_per_second"] == pytest.approx(180 * 1024 / (3 * 8 * 10), rel=1e-3)
     assert static["gigabytes"] == 0
+
+
+def test_static_cp_is_packed_by_next_fit(tmp_path: Path) -> None:
+    """On 2 ranks of degree 2, each of which holds 512 tokens."""
+    file = tmp_path / "lengths.json"
+    file.write_text("[300, 500, 700, 400, 600, 100]")
+    options = f"--lengths {file} --batches 1 --ranks 2 --max-tokens-per-rank 512"
+    plan = simulate(parse_arguments(options.split())).plans[0]["static CP"]
+    expected: list[list[int]] = []
+    for length in plan.lengths:
+        if not expected or sum(expected[-1]) + length > 1024:
+            expected.append([])
+        expected[-1].append(length)
+    groups = [group for groups in plan.micro_batches for group in groups]
+    assert [[plan.lengths[s] for s in group.sequences] for group in groups] == expected
+    assert {group.degree for group in groups} == {2}
+
+
+@pytest.mark.parametrize(("lengths", "says"), [
+    ([1024] * 64, "Dynamic CP brings 3% or less here: packed static CP 1 is enough."),
+    ([6000] + [100] * 63, " times as fast as packed static CP 8, by this model."),
+])  # fmt: skip
+def test_one_sentence_says_whether_dynamic_cp_pays(
+    lengths: list[int], says: str, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps(lengths))
+    argv = ["simulate", "--lengths", str(file), "--sequences", "64", "--batches", "1", *LIMITS]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(says)
 
 
 def test_bytes_are_keys_and_values_of_all_layers_three_times(capsys: Capture) -> None:
@@ -292,12 +327,14 @@ def test_bytes_are_keys_and_values_of_all_layers_three_times(capsys: Capture) ->
     assert results["hcp"]["far_gigabytes"] == pytest.approx(128 * token / 1e9)
 
 
-def test_a_pipeline_of_equal_micro_batches_takes_what_1f1b_takes(capsys: Capture) -> None:
+def test_a_pipeline_of_equal_micro_batches_takes_what_1f1b_takes(
+    equal: list[str], capsys: Capture
+) -> None:
     """Eight equal micro-batches in four stages: (8 + 3) / 8 of the time of a stage."""
     rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "1e4"]
-    argv = ["--sync", "micro_batch", "--max-length", "1024", *rates]
-    plain = simulated(capsys, *argv)["static CP"]
-    piped = simulated(capsys, *argv, "--pipeline-stages", "4")["static CP"]
+    argv = ["--sync", "micro_batch", *rates]
+    plain = simulated(capsys, *argv, of=equal)["static CP"]
+    piped = simulated(capsys, *argv, "--pipeline-stages", "4", of=equal)["static CP"]
     assert plain["bubble"] == 0
     assert piped["bubble"] == pytest.approx(3 / 11, rel=1e-2)
     ratio = piped["tokens_per_second"] / plain["tokens_per_second"]
@@ -321,13 +358,13 @@ def test_slower_ranks_give_fewer_tokens_and_hcp_knows_which(capsys: Capture) -> 
     assert spread["hcp"]["speedup"] > plain["hcp"]["speedup"]
 
 
-def test_a_slow_host_bounds_every_micro_batch(capsys: Capture) -> None:
+def test_a_slow_host_bounds_every_micro_batch(equal: list[str], capsys: Capture) -> None:
     """All prices are next to nothing, so that steps take what their hosts take."""
     rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "0"]
-    argv = [*rates, "--max-length", "1024", "--host-ms", "1e4"]
-    static = simulated(capsys, *argv)["static CP"]
+    argv = [*rates, "--host-ms", "1e4"]
+    static = simulated(capsys, *argv, of=equal)["static CP"]
     assert static["micro_batches"] == 8
-    faster = simulated(capsys, *argv[:-1], "0")["static CP"]
+    faster = simulated(capsys, *argv[:-1], "0", of=equal)["static CP"]
     assert faster["tokens_per_second"] > 100 * static["tokens_per_second"]
     assert faster["idle_share"] < 1
     assert static["idle_share"] > 0.99

@@ -252,6 +252,9 @@ def check_command(command: list[str], folder: Path) -> None:
             assert set(names) <= {"hcp", "hcp-torch"}, names
         case ["python" | "python3" | ".venv/bin/python", *rest]:
             check_python(rest, folder)
+        case ["hcp", *rest]:
+            (folder / "mine.jsonl").write_text('{"length": 9000}\n{"length": 70}\n')
+            check_python(["-m", "hcp", *rest], folder)
         case ["source" | ".", path] if path.endswith("/bin/activate"):
             pass
         case ["git", "clone", *_] | ["cd", _]:
