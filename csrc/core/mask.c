@@ -7,6 +7,8 @@
 /* Sums over all masks of a sequence's pairs stay far below 2^63. */
 enum { MASKS_MAX = 64 };
 #define MASKED_LENGTH_MAX ((int64_t)1 << 28)
+/* A layer without a limit has HCP__LENGTH_MAX, which no two positions are apart. */
+#define POSITION_MAX (HCP__LENGTH_MAX / 2)
 
 static hcp_status check_slice(const hcp_slice *x, int64_t length, int32_t mask, int32_t sequence,
                               hcp_error *err) {
@@ -18,6 +20,39 @@ static hcp_status check_slice(const hcp_slice *x, int64_t length, int32_t mask, 
                    "expected parts of its %lld tokens",
                    mask, (long long)x->query_begin, (long long)x->query_end,
                    (long long)x->key_begin, (long long)x->key_end, sequence, (long long)length);
+}
+
+static hcp_status check_slices(const hcp_plan *plan, const hcp_masks *masks, int32_t m, int32_t i,
+                               hcp_error *err) {
+  for (int64_t s = masks[m].first[i]; s < masks[m].first[i + 1]; s++) {
+    const hcp_slice *x = &masks[m].slices[s];
+    hcp_status status = check_slice(x, plan->lengths[i], m, i, err);
+    if (status != HCP_OK) return status;
+    if (s > masks[m].first[i] && x[-1].query_begin > x->query_begin)
+      return hcp__fail(err, HCP_INVALID,
+                       "masks[%d] has slices of sequence %d that do not ascend by their "
+                       "queries, expected that they do",
+                       m, i);
+  }
+  return HCP_OK;
+}
+
+static hcp_status check_runs(const hcp_plan *plan, const hcp_masks *masks, int32_t m, int32_t i,
+                             hcp_error *err) {
+  if (masks[m].first_run == NULL) return HCP_OK;
+  int64_t first = masks[m].first_run[i], token = 0;
+  for (int64_t r = first; r < masks[m].first_run[i + 1]; r++) {
+    const hcp_position_run *x = &masks[m].runs[r];
+    if (x->token < token || (r == first && x->token != 0) || x->token >= plan->lengths[i] ||
+        x->position < 0 || x->position >= POSITION_MAX)
+      return hcp__fail(err, HCP_INVALID,
+                       "masks[%d] has position %lld at token %lld of sequence %d, expected "
+                       "positions < 2^39 at tokens < %lld that ascend from 0",
+                       m, (long long)x->position, (long long)x->token, i,
+                       (long long)plan->lengths[i]);
+    token = x->token + 1;
+  }
+  return HCP_OK;
 }
 
 static hcp_status check(const hcp_plan *plan, const hcp_masks *masks, int32_t count,
@@ -32,36 +67,43 @@ static hcp_status check(const hcp_plan *plan, const hcp_masks *masks, int32_t co
       return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, expected < 2^28 under masks", i,
                        (long long)plan->lengths[i]);
   for (int32_t m = 0; m < count; m++)
-    for (int32_t i = 0; i < plan->n; i++)
-      for (int64_t s = masks[m].first[i]; s < masks[m].first[i + 1]; s++) {
-        const hcp_slice *x = &masks[m].slices[s];
-        hcp_status status = check_slice(x, plan->lengths[i], m, i, err);
-        if (status != HCP_OK) return status;
-        if (s > masks[m].first[i] && x[-1].query_begin > x->query_begin)
-          return hcp__fail(err, HCP_INVALID,
-                           "masks[%d] has slices of sequence %d that do not ascend by their "
-                           "queries, expected that they do",
-                           m, i);
-      }
+    for (int32_t i = 0; i < plan->n; i++) {
+      hcp_status status = check_slices(plan, masks, m, i, err);
+      if (status == HCP_OK) status = check_runs(plan, masks, m, i, err);
+      if (status != HCP_OK) return status;
+    }
   return HCP_OK;
+}
+
+static size_t run_count(const hcp_masks *mask, int32_t n) {
+  return mask->first_run == NULL ? 0 : (size_t)mask->first_run[n];
+}
+
+/* Copies an array to *at, which moves on. */
+static const void *put(char **at, const void *from, size_t bytes) {
+  const void *made = *at;
+  if (bytes > 0) memcpy(*at, from, bytes);
+  *at += bytes;
+  return made;
 }
 
 /* One allocation: the masks, then the arrays of each. */
 static hcp_masks *copy_of(const hcp_masks *masks, int32_t count, int32_t n) {
-  size_t firsts = (size_t)n + 1, bytes = (size_t)count * sizeof *masks;
+  size_t firsts = ((size_t)n + 1) * sizeof(int64_t), bytes = (size_t)count * sizeof *masks;
   for (int32_t m = 0; m < count; m++)
-    bytes += firsts * sizeof(int64_t) + (size_t)masks[m].first[n] * sizeof(hcp_slice);
+    bytes += 2 * firsts + (size_t)masks[m].first[n] * sizeof(hcp_slice) +
+             run_count(&masks[m], n) * sizeof(hcp_position_run);
   hcp_masks *made = malloc(bytes);
   if (made == NULL) return NULL;
   char *at = (char *)(made + count);
   for (int32_t m = 0; m < count; m++) {
-    size_t slices = (size_t)masks[m].first[n];
-    memcpy(at, masks[m].first, firsts * sizeof(int64_t));
-    made[m].first = (int64_t *)(uintptr_t)at;
-    at += firsts * sizeof(int64_t);
-    if (slices > 0) memcpy(at, masks[m].slices, slices * sizeof(hcp_slice));
-    made[m].slices = (hcp_slice *)(uintptr_t)at;
-    at += slices * sizeof(hcp_slice);
+    const hcp_masks *from = &masks[m];
+    made[m] = (hcp_masks){0};
+    made[m].first = put(&at, from->first, firsts);
+    made[m].slices = put(&at, from->slices, (size_t)from->first[n] * sizeof(hcp_slice));
+    if (from->first_run == NULL) continue;
+    made[m].first_run = put(&at, from->first_run, firsts);
+    made[m].runs = put(&at, from->runs, run_count(from, n) * sizeof(hcp_position_run));
   }
   return made;
 }
@@ -84,6 +126,9 @@ static uint64_t checksum_with_masks(const hcp_plan *plan) {
     const hcp_masks *masks = &plan->masks[m];
     sum = hcp__mix(sum, masks->first, ((size_t)plan->n + 1) * sizeof *masks->first);
     sum = hcp__mix(sum, masks->slices, (size_t)masks->first[plan->n] * sizeof *masks->slices);
+    if (run_count(masks, plan->n) == 0) continue;
+    sum = hcp__mix(sum, masks->first_run, ((size_t)plan->n + 1) * sizeof *masks->first_run);
+    sum = hcp__mix(sum, masks->runs, run_count(masks, plan->n) * sizeof *masks->runs);
   }
   return sum;
 }

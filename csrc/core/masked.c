@@ -3,7 +3,10 @@
  * A place of the group holds pieces of each sequence (see hcp__cut). Its queries see, of
  * every slice, keys that are consecutive tokens for each piece: its needs. Of these, other
  * places send what they hold. A part of a slice, for a piece of queries and consecutive
- * keys, is a block, whose band is that of the slice. */
+ * keys, is a block, whose band is that of the slice.
+ *
+ * A layer's limits count positions. In a run of positions, position less token is one
+ * number: slices that are cut where runs meet have limits that count tokens. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,8 +15,9 @@
 /* Scratch lists after the sections.
  *   NEEDS   (first token, end): what a place sees of a sequence
  *   SEEN    (token, rows, place, its row of the sequence): of a stage
- *   KEYS    (token, rows, key row): the same as a stage's keys, joined */
-enum { NEEDS = HCP_SCHEDULE_SECTION_COUNT, SEEN, KEYS, LIST_COUNT };
+ *   KEYS    (token, rows, key row): the same as a stage's keys, joined
+ *   SLICES  an hcp_slice: of a sequence, under the layer's limits */
+enum { NEEDS = HCP_SCHEDULE_SECTION_COUNT, SEEN, KEYS, SLICES, LIST_COUNT };
 _Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
@@ -21,7 +25,7 @@ static const int32_t widths[LIST_COUNT] = {
     HCP_SCHEDULE_SECTIONS(WIDTH)
 #undef WIDTH
         2,
-    4, 3};
+    4, 3, 6};
 
 typedef struct builder {
   const hcp_plan *plan;
@@ -36,6 +40,7 @@ typedef struct builder {
   int64_t stage_rows;
   hcp__lists lists;
   hcp__cut **cuts;   /* sequences of the group: who holds what */
+  int64_t *slices;   /* sequences + 1: the first of SLICES of each */
   int64_t *needs;    /* sequences * readers + 1: the first of NEEDS of each */
   int64_t *wire;     /* places: where the next row of each lies on the wire */
   int64_t *base;     /* places: where the present sequence starts among each one's rows */
@@ -71,20 +76,15 @@ static int64_t rows_of(const builder *b, int32_t s, int32_t k) {
   return rows_before(b, s, k, length_of(b, s));
 }
 
-/* Slices of a sequence; slice_at gives each with the layer's limits. */
-static int64_t slice_count(const builder *b, int32_t s) {
-  int32_t sequence = sequence_of(b, s);
-  return b->masks->first[sequence + 1] - b->masks->first[sequence];
-}
+/* Slices of a sequence under the layer's limits: they ascend by their queries. */
+static int64_t slice_count(const builder *b, int32_t s) { return b->slices[s + 1] - b->slices[s]; }
 
 static hcp_slice slice_at(const builder *b, int32_t s, int64_t i) {
-  hcp_slice x = b->masks->slices[b->masks->first[sequence_of(b, s)] + i];
-  x.low = hcp__most(x.low, -b->limits.left);
-  x.high = hcp__least(x.high, b->limits.right);
-  return x;
+  const int64_t *x = hcp__record(&b->lists, SLICES, b->slices[s] + i);
+  return (hcp_slice){x[0], x[1], x[2], x[3], x[4], x[5]};
 }
 
-/* ---- blocks ---- */
+/* ---- slices under the layer's limits ---- */
 
 /* What is left of a slice for queries and keys of two ranges: each query sees a key and each
  * key is seen. 0: nothing. */
@@ -101,6 +101,90 @@ static int narrow(hcp_slice *x, int64_t query_begin, int64_t query_end, int64_t 
   x->key_end = hcp__least(x->key_end, x->query_end + x->high);
   return x->query_begin < x->query_end && x->key_begin < x->key_end;
 }
+
+/* Runs of positions of a sequence, one after the other. */
+typedef struct runs {
+  const hcp_position_run *run;
+  int64_t count, length; /* runs, and tokens */
+} runs;
+
+/* One run of all tokens where no limit counts positions. */
+static runs runs_of(const builder *b, int32_t s) {
+  static const hcp_position_run places = {0, 0};
+  const int64_t *first = b->masks->first_run;
+  int32_t sequence = sequence_of(b, s);
+  int limited = b->limits.left < HCP__LENGTH_MAX || b->limits.right < HCP__LENGTH_MAX;
+  if (!limited || first == NULL || first[sequence] == first[sequence + 1])
+    return (runs){&places, 1, length_of(b, s)};
+  return (runs){b->masks->runs + first[sequence], first[sequence + 1] - first[sequence],
+                length_of(b, s)};
+}
+
+static int64_t run_end(const runs *of, int64_t r) {
+  return r + 1 < of->count ? of->run[r + 1].token : of->length;
+}
+
+/* The run that has the token. */
+static int64_t run_at(const runs *of, int64_t token) {
+  int64_t low = 0, high = of->count - 1;
+  while (low < high) { /* the last run that starts at or before the token */
+    int64_t middle = low + (high - low + 1) / 2;
+    if (of->run[middle].token <= token)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+/* What is left of a slice for queries of one run and keys of another. */
+static void append_limited(builder *b, hcp_slice x, const runs *of, int64_t queries, int64_t keys) {
+  const hcp_position_run *q = &of->run[queries], *k = &of->run[keys];
+  /* A key's position less a query's, beyond the tokens between them. */
+  int64_t shift = (k->position - k->token) - (q->position - q->token);
+  x.low = hcp__most(x.low, -b->limits.left - shift);
+  x.high = hcp__least(x.high, b->limits.right - shift);
+  if (narrow(&x, q->token, run_end(of, queries), k->token, run_end(of, keys)))
+    hcp__append(
+        &b->lists, SLICES,
+        (const int64_t[]){x.query_begin, x.query_end, x.key_begin, x.key_end, x.low, x.high});
+}
+
+/* Cuts a slice where runs meet. */
+static void append_slices(builder *b, const hcp_slice *x, const runs *of) {
+  for (int64_t q = run_at(of, x->query_begin); q < of->count; q++) {
+    if (of->run[q].token >= x->query_end) break;
+    for (int64_t k = run_at(of, x->key_begin); k < of->count; k++) {
+      if (of->run[k].token >= x->key_end) break;
+      append_limited(b, *x, of, q, k);
+    }
+  }
+}
+
+/* By the first query, the first key, and the lower limit: no two slices have all three. */
+static int by_corner(const void *a, const void *b) {
+  const int64_t *x = a, *y = b;
+  for (int32_t i = 0; i < 4; i += 2)
+    if (x[i] != y[i]) return x[i] < y[i] ? -1 : 1;
+  return (x[4] > y[4]) - (x[4] < y[4]);
+}
+
+/* Finds the slices of all sequences of the group. */
+static void find_slices(builder *b) {
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    int32_t sequence = sequence_of(b, s);
+    runs of = runs_of(b, s);
+    int64_t first = b->slices[s] = hcp__records(&b->lists, SLICES);
+    for (int64_t i = b->masks->first[sequence]; i < b->masks->first[sequence + 1]; i++)
+      append_slices(b, &b->masks->slices[i], &of);
+    int64_t count = hcp__records(&b->lists, SLICES) - first;
+    if (count > 1)
+      qsort(b->lists.list[SLICES].words + 6 * first, (size_t)count, 6 * sizeof(int64_t), by_corner);
+  }
+  b->slices[b->group->sequences] = hcp__records(&b->lists, SLICES);
+}
+
+/* ---- blocks ---- */
 
 /* Records of ENTRIES: (query_row, query_rows, key_row, key_rows, low, high). */
 static int is_full(const int64_t *x) { return x[4] <= 1 - x[1] && x[5] >= x[3] - 1; }
@@ -751,7 +835,7 @@ static hcp_status build_group(builder *b, hcp_comm_type comm_type, int32_t by_no
                               hcp_error *err) {
   size_t places = (size_t)b->ranks, sequences = (size_t)b->group->sequences;
   hcp__cut **cuts = make_cuts(b, b->ranks), **whole = NULL;
-  int64_t *room = calloc(4 * places + 2 * sequences * places + 1, sizeof *room);
+  int64_t *room = calloc(4 * places + (2 * places + 1) * sequences + 2, sizeof *room);
   hcp_status status = HCP_OK;
   if (comm_type == HCP_COMM_A2A) whole = make_cuts(b, 1);
   if (cuts == NULL || room == NULL || (comm_type == HCP_COMM_A2A && whole == NULL)) {
@@ -761,7 +845,9 @@ static hcp_status build_group(builder *b, hcp_comm_type comm_type, int32_t by_no
     b->base = room + places;
     b->home = b->base + places;
     b->relayed = b->home + places;
-    b->needs = b->relayed + places;
+    b->slices = b->relayed + places;
+    b->needs = b->slices + sequences + 1;
+    find_slices(b);
     if (whole != NULL) exchange_heads(b, cuts, b->wire);
     b->degree = whole != NULL ? 1 : b->ranks;
     int32_t node = by_nodes && whole == NULL ? hcp__whole_nodes(b->plan, b->group) : 0;

@@ -140,32 +140,57 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
 
 /* ---- masks ---- */
 
-/* firsts: where the slices of each of n sequences begin, and where the last ends. */
-static int ascends(const int64_t *firsts, Py_ssize_t n, int32_t sequences, Py_ssize_t slices) {
-  int fits = n == (Py_ssize_t)sequences + 1 && firsts[0] == 0 && firsts[n - 1] == slices;
+/* firsts: where the records of each of n sequences begin, and where the last ends. */
+static int ascends(const int64_t *firsts, Py_ssize_t n, int32_t sequences, Py_ssize_t records) {
+  int fits = n == (Py_ssize_t)sequences + 1 && firsts[0] == 0 && firsts[n - 1] == records;
   for (Py_ssize_t i = 1; fits && i < n; i++) fits = firsts[i] >= firsts[i - 1];
   if (!fits)
     PyErr_Format(PyExc_ValueError, "a mask's firsts have %zd items, expected %d from 0 up to %zd",
-                 n, (int)sequences + 1, slices);
+                 n, (int)sequences + 1, records);
   return fits;
 }
 
-/* A mask of a tuple (firsts, words of the slices): arrays that the caller frees. */
-static int fill_masks(hcp_masks *masks, PyObject *pair, int32_t sequences) {
-  int64_t *firsts, *words;
+/* Records of so many words, of each sequence, of items i and i + 1 of a mask: arrays that the
+ * caller frees, whatever is returned. */
+static int fill_records(PyObject *mask, Py_ssize_t i, Py_ssize_t width, int32_t sequences,
+                        const int64_t **firsts, const int64_t **words) {
+  int64_t *own_firsts, *own_words;
   Py_ssize_t n, count;
-  if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
-    PyErr_Format(PyExc_TypeError, "a mask is %R, expected a tuple of firsts and words", pair);
+  if (hcp_py_int64s(PyTuple_GetItem(mask, i), "firsts", &own_firsts, &n) < 0) return -1;
+  *firsts = own_firsts;
+  if (hcp_py_int64s(PyTuple_GetItem(mask, i + 1), "words", &own_words, &count) < 0) return -1;
+  *words = own_words;
+  if (count % width != 0) {
+    PyErr_Format(PyExc_ValueError, "a mask has %zd words, expected a multiple of %zd", count,
+                 width);
     return -1;
   }
-  if (hcp_py_int64s(PyTuple_GetItem(pair, 0), "firsts", &firsts, &n) < 0) return -1;
-  if (hcp_py_int64s(PyTuple_GetItem(pair, 1), "words", &words, &count) < 0) {
-    PyMem_Free(firsts);
+  return ascends(own_firsts, n, sequences, count / width) ? 0 : -1;
+}
+
+/* A mask of a tuple (firsts, words of the slices, firsts, words of the runs of positions). */
+static int fill_masks(hcp_masks *masks, PyObject *mask, int32_t sequences) {
+  const int64_t *slices = NULL, *runs = NULL;
+  if (!PyTuple_Check(mask) || PyTuple_Size(mask) != 4) {
+    PyErr_Format(PyExc_TypeError, "a mask is %R, expected a tuple of firsts and words, twice",
+                 mask);
     return -1;
   }
-  masks->first = firsts;
-  masks->slices = (const hcp_slice *)words;
-  return count % 6 == 0 && ascends(firsts, n, sequences, count / 6) ? 0 : -1;
+  int filled = fill_records(mask, 0, 6, sequences, &masks->first, &slices);
+  if (filled == 0) filled = fill_records(mask, 2, 2, sequences, &masks->first_run, &runs);
+  masks->slices = (const hcp_slice *)slices;
+  masks->runs = (const hcp_position_run *)runs;
+  return filled;
+}
+
+static void free_masks(hcp_masks *masks, Py_ssize_t count) {
+  for (Py_ssize_t m = 0; m < count; m++) {
+    PyMem_Free((void *)(uintptr_t)masks[m].first);
+    PyMem_Free((void *)(uintptr_t)masks[m].slices);
+    PyMem_Free((void *)(uintptr_t)masks[m].first_run);
+    PyMem_Free((void *)(uintptr_t)masks[m].runs);
+  }
+  PyMem_Free(masks);
 }
 
 static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
@@ -174,20 +199,18 @@ static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
   hcp_status status = HCP_CALLBACK;
   hcp_error err = {HCP_CALLBACK, ""};
   if (count < 0) return NULL;
+  if (count > INT32_MAX)
+    return PyErr_Format(PyExc_ValueError, "there are %zd masks, expected < 2^31", count);
   hcp_masks *masks = PyMem_Calloc((size_t)count + 1, sizeof *masks);
   if (masks == NULL) return PyErr_NoMemory();
-  int filled = count <= INT32_MAX;
+  int filled = 1;
   for (Py_ssize_t m = 0; filled && m < count; m++) {
-    PyObject *pair = PySequence_GetItem(list, m);
-    filled = pair != NULL && fill_masks(&masks[m], pair, plan->n) == 0;
-    Py_XDECREF(pair);
+    PyObject *mask = PySequence_GetItem(list, m);
+    filled = mask != NULL && fill_masks(&masks[m], mask, plan->n) == 0;
+    Py_XDECREF(mask);
   }
   if (filled) status = hcp_plan_set_masks(plan, masks, (int32_t)count, &err);
-  for (Py_ssize_t m = 0; m < count; m++) {
-    PyMem_Free((void *)(uintptr_t)masks[m].first);
-    PyMem_Free((void *)(uintptr_t)masks[m].slices);
-  }
-  PyMem_Free(masks);
+  free_masks(masks, count);
   if (!filled) return NULL;
   return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);
 }
@@ -518,7 +541,8 @@ static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwarg
 
 static PyMethodDef plan_methods[] = {
     {"set_masks", (PyCFunction)plan_set_masks, METH_O,
-     "Give the plan masks, as the last step of its creation: (firsts, words of slices) of each."},
+     "Give the plan masks, as the last step of its creation: (firsts, words) of slices and of "
+     "runs."},
     {"schedule", (PyCFunction)(void (*)(void))plan_schedule, METH_VARARGS | METH_KEYWORDS,
      "The steps of one attention layer on one rank, as words of a table."},
     {"route_dispatch", (PyCFunction)(void (*)(void))plan_route_dispatch,

@@ -515,13 +515,19 @@ def _expect_one_position(masks: Masks) -> None:
             )
 
 
-def packed(masks: Sequence[Mask]) -> tuple[array[int], array[int]]:
-    """Masks as the core takes them: where the slices of each begin, and the words of all."""
-    counts = (len(mask.words) // 6 for mask in masks)
-    words = array("q")
-    for mask in masks:
-        words.extend(mask.words)
-    return array("q", itertools.accumulate(counts, initial=0)), words
+def packed(masks: Sequence[Mask]) -> tuple[array[int], ...]:
+    """Masks as the core takes them: where the slices of each begin, and the words of all; then the
+    same of their runs of positions."""
+    runs = ((*itertools.chain.from_iterable(mask.runs or ()),) for mask in masks)
+    return *_records((mask.words for mask in masks), 6), *_records(runs, 2)
+
+
+def _records(words: Iterable[Sequence[int]], width: int) -> tuple[array[int], array[int]]:
+    firsts, joined = array("q", [0]), array("q")
+    for each in words:
+        joined.extend(each)
+        firsts.append(len(joined) // width)
+    return firsts, joined
 
 
 def pairs_of(masks: Masks) -> list[int]:

@@ -307,7 +307,8 @@ class ContextParallelHandler(OfThisProcess):
         bfloat16 or float16; returns (T, H, E). ``softmax_scale``: default 1 / sqrt(D).
 
         ``window_size``: (left, right), FlashAttention's sliding window: the token at i sees those
-        from i - left to i + right, -1 being no limit; with ``causal``, none after i.
+        from i - left to i + right, -1 being no limit; with ``causal``, none after i. Positions are
+        what counts in a plan with masks: in a tree those of a path.
 
         ``sinks`` (H,): a learned logit of each head, one more score in every row's softmax, with no
         value. Its gradient is this rank's share: sum over the domain, as for any parameter.

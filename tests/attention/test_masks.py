@@ -51,20 +51,24 @@ def loss_of(out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
+def in_window(query: Tensor, key: Tensor, window: tuple[int, int]) -> Tensor:
+    """Whether positions of keys lie in a window around those of queries."""
+    left, right = window
+    near = torch.ones_like(query + key, dtype=torch.bool)
+    if left >= 0:
+        near &= key >= query - left
+    return near & (key <= query + right) if right >= 0 else near
+
+
 def on_one_rank(job: Job, i: int, rows: dict[str, Tensor]) -> list[Tensor]:
     query, key, value = (rows[name].clone().requires_grad_() for name in ("query", "key", "value"))
-    seen, token = job.masks[i].dense(), rows["token"]
-    ahead = token - token[:, None]
-    left, right = job.window
-    seen &= (ahead >= (-left if left >= 0 else -len(token))) & (
-        ahead <= (right if right >= 0 else len(token))
-    )
+    positions = torch.tensor(job.masks[i].positions)
+    seen = job.masks[i].dense() & in_window(positions[:, None], positions, job.window)
     out, lse = masks.attention(query, key, value, seen)
     if job.sinks:
         both = torch.logaddexp(lse, SINKS.expand_as(lse))
         out, lse = out * (lse - both).exp().unsqueeze(-1), both
     loss_of(out, lse, rows["grad"]).backward()
-    positions = torch.tensor(job.masks[i].positions)
     return [out.detach(), lse.detach(), query.grad, key.grad, value.grad, positions]
 
 
@@ -176,6 +180,72 @@ def test_keys_that_nobody_sees_have_gradients_of_zero(comm_type: str) -> None:
     for degree in (1, 2):
         plan = planned([4, 4], given, 2, min_degree=degree)
         assert error_of(Job(plan, comm_type)) <= 1e-10
+
+
+WINDOWS = [(3, -1), (-1, 0), (0, 0), (5, 2)]
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+@pytest.mark.parametrize("kind", masks.KINDS)
+def test_windows_count_positions(kind: str, comm_type: str) -> None:
+    r = Random(kind)
+    lengths = [1, 2, 17, 61]
+    for degree, window in zip((1, 2, 3, 5), WINDOWS, strict=True):
+        given = [masks.KINDS[kind](r, n) for n in lengths]
+        plan = planned(lengths, given, degree, min_degree=degree)
+        assert error_of(Job(plan, comm_type, window, sinks=degree == 2)) <= 1e-10, (degree, window)
+
+
+def path_to(part: int, parents: list[int]) -> list[int]:
+    return [*path_to(parents[part], parents), part] if part >= 0 else []
+
+
+def alone(
+    rows: dict[str, Tensor], sizes: list[int], parents: list[int], window: tuple[int, int]
+) -> list[Tensor]:
+    """Each part of a tree at the end of its own text, alone: outputs and all gradients, by the rows
+    of the tree."""
+    tokens = torch.arange(sum(sizes)).split(sizes)
+    query, key, value = (rows[name].clone().requires_grad_() for name in ("query", "key", "value"))
+    outs = []
+    for part, own in enumerate(tokens):
+        text = torch.cat([tokens[i] for i in path_to(part, parents)])
+        place = torch.arange(len(text))
+        query_place = place[-len(own) :, None]
+        seen = (place <= query_place) & in_window(query_place, place, window)
+        outs.append(masks.attention(query[own], key[text], value[text], seen)[0])
+    out = torch.cat(outs)
+    (out * rows["grad"]).sum().backward()
+    return [out.detach(), *(x.grad for x in (query, key, value) if x.grad is not None)]
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["sent", "read"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_window_over_a_tree_is_that_of_each_text_alone(seed: int, sharing: bool) -> None:
+    r = Random(seed)
+    sizes = [r.randint(1, 12) for _ in range(r.randint(1, 8))]
+    parents = [r.randint(-1, i - 1) for i in range(len(sizes))]
+    if seed % 3 == 0:
+        parents = [-1] + [0] * (len(sizes) - 1)  # one prompt, several answers
+    window = r.choice([0, 1, 3, 8]), r.choice([-1, 0])
+    degree, comm_type = r.randint(1, 5), r.choice(TYPES[:2] if sharing else TYPES)
+    rows = rows_of(sum(sizes), seed)
+    plan = planned([sum(sizes)], [Mask.tree(sizes, parents)], degree, min_degree=degree)
+
+    def check(groups: Any) -> list[tuple[Tensor, list[Tensor]]]:
+        own = [rows] if groups.transport.rank == 0 else []
+        ((cp, local),) = hcp.dispatch(plan, own, [0], groups, comm_types=[comm_type])
+        query, key, value = (
+            local[name].clone().requires_grad_() for name in ("query", "key", "value")
+        )
+        out = cp.attention(query, key, value, window_size=window)
+        (out * local["grad"]).sum().backward()
+        return [(local["token"], [out.detach(), query.grad, key.grad, value.grad])]
+
+    whole = alone(rows, sizes, parents, window)
+    for token, parts in (x for rank in hcp.loopback(degree, check, sharing=sharing) for x in rank):
+        for part, expected in zip(parts, whole, strict=True):
+            assert torch.allclose(part, expected[token], rtol=0, atol=1e-10), (window, comm_type)
 
 
 def test_cuts_of_their_own_equal_one_rank() -> None:

@@ -5,11 +5,13 @@
 #include "draw.h"
 #include "hcp/hcp.h"
 
-enum { MASKS = 3, SLICES = DRAW_SEQUENCES * 12 };
+enum { MASKS = 3, SLICES = DRAW_SEQUENCES * 12, RUNS = DRAW_SEQUENCES * 4 };
 
 typedef struct mask_data {
   int64_t first[DRAW_SEQUENCES + 1];
   hcp_slice slices[SLICES];
+  int64_t first_run[DRAW_SEQUENCES + 1];
+  hcp_position_run runs[RUNS];
 } mask_data;
 
 static mask_data data[MASKS];
@@ -34,6 +36,28 @@ static void draw_mask(mask_data *mask, const hcp_plan *plan) {
   mask->first[plan->n] = n;
 }
 
+/* Up to three runs of positions in every other sequence. */
+static void draw_runs(mask_data *mask, const hcp_plan *plan) {
+  int64_t n = 0;
+  for (int32_t i = 0; i < plan->n; i++) {
+    int32_t length = (int32_t)plan->lengths[i], token = 0;
+    mask->first_run[i] = n;
+    for (int32_t runs = i % 2 ? draw(1, 3) : 0; runs > 0 && token < length; runs--) {
+      mask->runs[n++] = (hcp_position_run){token, draw(0, 2 * length)};
+      token = draw(token + 1, length + 1);
+    }
+  }
+  mask->first_run[plan->n] = n;
+}
+
+static int64_t position_of(const mask_data *mask, int32_t sequence, int64_t token) {
+  int64_t position = token;
+  for (int64_t r = mask->first_run[sequence]; r < mask->first_run[sequence + 1]; r++)
+    if (mask->runs[r].token <= token)
+      position = mask->runs[r].position + token - mask->runs[r].token;
+  return position;
+}
+
 static int64_t pairs_of(int64_t queries, int64_t keys, int64_t low, int64_t high) {
   int64_t pairs = 0;
   for (int64_t q = 0; q < queries; q++)
@@ -41,7 +65,7 @@ static int64_t pairs_of(int64_t queries, int64_t keys, int64_t low, int64_t high
   return pairs;
 }
 
-/* Pairs of a mask's sequences in a micro-batch, under a window. */
+/* Pairs of a mask's sequences in a micro-batch, under a window of positions. */
 static int64_t pairs_in(const hcp_plan *plan, const mask_data *mask, const hcp_group *group,
                         const hcp_mask *window) {
   int64_t pairs = 0;
@@ -49,11 +73,13 @@ static int64_t pairs_in(const hcp_plan *plan, const mask_data *mask, const hcp_g
     int32_t sequence = plan->sequences[group->first_sequence + s];
     for (int64_t i = mask->first[sequence]; i < mask->first[sequence + 1]; i++) {
       const hcp_slice *x = &mask->slices[i];
-      int64_t ahead = x->key_begin - x->query_begin, low = x->low, high = x->high;
-      if (window->left >= 0 && -window->left > low) low = -window->left;
-      if (window->right >= 0 && window->right < high) high = window->right;
-      pairs += pairs_of(x->query_end - x->query_begin, x->key_end - x->key_begin, low - ahead,
-                        high - ahead);
+      for (int64_t q = x->query_begin; q < x->query_end; q++)
+        for (int64_t k = x->key_begin; k < x->key_end; k++) {
+          int64_t ahead = position_of(mask, sequence, k) - position_of(mask, sequence, q);
+          pairs += x->low <= k - q && k - q <= x->high &&
+                   (window->left < 0 || ahead >= -window->left) &&
+                   (window->right < 0 || ahead <= window->right);
+        }
     }
   }
   return pairs;
@@ -138,7 +164,8 @@ static void drawn_masks_are_computed(void) {
     CHECK_INT(plan->checksum, bare->checksum);
     for (int32_t m = 0; m < MASKS; m++) {
       draw_mask(&data[m], plan);
-      masks[m] = (hcp_masks){data[m].first, data[m].slices};
+      draw_runs(&data[m], plan);
+      masks[m] = (hcp_masks){data[m].first, data[m].slices, data[m].first_run, data[m].runs};
     }
     CHECK_INT(hcp_plan_set_masks(plan, masks, MASKS, NULL), HCP_OK);
     CHECK(plan->checksum != bare->checksum);
@@ -157,7 +184,9 @@ static void bad_masks_are_refused(void) {
   const int64_t length = 9, first[] = {0, 1};
   const hcp_limits limits = draw_limits(2, 2, 2, 8);
   hcp_slice slice = {0, 9, 0, 10, 0, 0};
-  hcp_masks masks = {first, &slice};
+  const int64_t first_run[] = {0, 2};
+  hcp_position_run runs[] = {{0, 3}, {9, 0}};
+  hcp_masks masks = {first, &slice, first_run, runs};
   hcp_mask mask = {-1, -1, 1};
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
@@ -172,6 +201,15 @@ static void bad_masks_are_refused(void) {
   CHECK_TEXT(err.message, "mask_count is 65, expected 1 to 64");
   CHECK(plan->checksum == before);
   slice.key_end = 9;
+  CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "masks[0] has position 0 at token 9 of sequence 0, expected positions");
+  runs[1] = (hcp_position_run){0, 0};
+  CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "masks[0] has position 0 at token 0 of sequence 0, expected positions");
+  runs[1] = (hcp_position_run){4, (int64_t)1 << 39};
+  CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "masks[0] has position 549755813888 at token 4 of sequence 0, expected");
+  runs[1].position = 0;
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_OK);
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "the plan has 1 masks already, expected none");

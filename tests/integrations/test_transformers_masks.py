@@ -132,6 +132,49 @@ def test_positions_that_restart_are_documents() -> None:
 IMAGE, TOKENS = 60, 4
 
 
+def with_windows(kind: str) -> Any:
+    """A model whose layers see 4 tokens, all or every other one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    more: dict[str, Any] = {"sliding_window": 4}
+    if kind == "gpt_oss":
+        more |= {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "gemma3_text"])
+def test_windows_over_a_prompt_with_answers_are_those_of_each_answer_alone(
+    kind: str, degree: int
+) -> None:
+    model = with_windows(kind)
+    prompt, answers = 6, [5, 1, 4]
+    ids = torch.randint(3, 64, (prompt + sum(answers),))
+    parts = ids.split([prompt, *answers])
+    alone = [
+        model(input_ids=torch.cat([parts[0], own])[None], use_cache=False).logits[0, prompt:]
+        for own in parts[1:]
+    ]
+    whole = model(input_ids=parts[0][None], use_cache=False).logits[0]
+    expected = torch.cat([whole, *alone]).detach()
+    register_hcp_attention(model)
+    tree = Mask.shared_prefix(prompt, answers)
+    plan = hcp.plan(
+        [len(ids)], masks=[tree], ranks=degree, min_degree=degree, max_tokens_per_rank=99
+    )
+
+    def work(groups: Any) -> None:
+        rows = {"input_ids": ids, "token": torch.arange(len(ids))}
+        own = [rows] if groups.transport.rank == 0 else []
+        for cp, local in hcp.dispatch(plan, own, [0], groups):
+            found = copy.deepcopy(model)(**model_inputs(cp, local)).logits[0, : cp.rows]
+            assert torch.allclose(found, expected[local.token], rtol=0, atol=1e-5)
+
+    hcp.loopback(degree, work)
+
+
 def gemma3() -> Any:
     torch.manual_seed(0)
     text = {

@@ -38,6 +38,13 @@ def _holes(r: Random, length: int) -> Mask:
     return Mask(length, [part for part in grid if part.pairs])
 
 
+def _positions(r: Random, length: int) -> Mask:
+    """Positions of a user's own: runs that go on, jump, come back or say a position again."""
+    starts = sorted({0, *(r.randrange(length) for _ in range(r.randint(0, 6)))})
+    runs = [(start, r.randint(0, 2 * length)) for start in starts]
+    return Mask(length, _holes(r, length).slices, runs)
+
+
 KINDS: dict[str, Callable[[Random, int], Mask | None]] = {
     "causal": lambda r, n: None,
     "full": lambda r, n: Mask.full(n),
@@ -51,6 +58,8 @@ KINDS: dict[str, Callable[[Random, int], Mask | None]] = {
     ),
     "tree": lambda r, n: tree(r, _parts(r, n)),
     "holes": _holes,
+    "positions": _positions,
+    "restarts": lambda r, n: Mask.from_positions([i for k in _parts(r, n) for i in range(k)]),
     "nothing": lambda r, n: Mask(n, []),
     "next": lambda r, n: Mask(n, [((0, n // 2), (n - n // 2, n))] if n > 1 else []),
 }
@@ -62,8 +71,8 @@ def tree(r: Random, sizes: list[int]) -> Mask:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (T, H, E) and log-sum-exp (T, H) of (T, H, D), (T, G, D), (T, G, E) under a dense mask
-    (T, T). A query that sees nothing gives 0 and -inf."""
+    """Output (T, H, E) and log-sum-exp (T, H) of (T, H, D), (S, G, D), (S, G, E) under a dense mask
+    (T, S). A query that sees nothing gives 0 and -inf."""
     per_key = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(per_key, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[2] ** -0.5

@@ -257,12 +257,21 @@ typedef struct hcp_slice {
   int64_t low, high;
 } hcp_slice;
 
+/* Consecutive tokens of a sequence from this one on, up to the next run: their positions
+ * ascend one by one. */
+typedef struct hcp_position_run {
+  int64_t token, position;
+} hcp_position_run;
+
 /* A mask of each of n sequences. That of sequence i is the slices from first[i] up to
  * first[i + 1]. They ascend by their first query and have no pair in common. A query that
- * is in none sees nothing. */
+ * is in none sees nothing. Positions of its tokens are the runs from first_run[i] up to
+ * first_run[i + 1], which ascend from token 0 on; without any they are places. */
 typedef struct hcp_masks {
   const int64_t *first; /* n + 1 */
   const hcp_slice *slices;
+  const int64_t *first_run; /* n + 1, NULL: no sequence has runs */
+  const hcp_position_run *runs;
 } hcp_masks;
 
 typedef struct hcp_plan {
@@ -331,8 +340,9 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
  *
  * Where zigzag would give the ranks of a group unequal numbers of pairs, under all masks
  * together, the sequence gets a cut of its own, in which every rank has as many rows as under
- * zigzag. HCP_INVALID for a slice outside its sequence, and for sequences of 2^28 tokens or
- * more. mask_count is 1 to 64. After a failure the plan is as it was. */
+ * zigzag. HCP_INVALID for a slice or a run outside its sequence, for positions of 2^39 or more,
+ * and for sequences of 2^28 tokens or more. mask_count is 1 to 64. After a failure the plan is as
+ * it was. */
 hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t mask_count,
                               hcp_error *err);
 
@@ -460,7 +470,8 @@ const char *hcp_comm_type_name(hcp_comm_type type);
 /* Which keys of its sequence a query sees, as in FlashAttention: query i
  * sees key j when i - left <= j <= i + right. Negative: no limit on that side.
  * Causal is right = 0. In a plan with masks, both are limits in addition to the
- * mask with this index; elsewhere index is not read. */
+ * mask with this index, and count positions: those of a path, in a tree. Elsewhere
+ * index is not read. */
 typedef struct hcp_mask {
   int64_t left, right;
   int32_t index;
