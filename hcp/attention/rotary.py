@@ -82,11 +82,13 @@ def check_positions(name: str, table: Tensor, least: int) -> None:
         )
 
 
-def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> Tensor:
+def angles_of(
+    freqs: Tensor, positions: Tensor, axes: Sequence[int] | None, interleaved: bool
+) -> Tensor:
     """(T, R): the angles of each row, of a table (positions, ..., R).
 
     positions (T,), or (T, A) where ``axes`` says which of them each of the R / 2 frequencies
-    follows.
+    follows. ``interleaved``: a frequency's two elements are neighbours.
     """
     if freqs.dim() < 2:
         raise ValueError(
@@ -106,7 +108,8 @@ def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> T
             f"axes is {list(axes)}, expected {half} numbers from 0 to {positions.shape[1] - 1}: "
             "the axis of each frequency"
         )
-    both = torch.tensor([*axes, *axes], device=positions.device)
+    own = torch.tensor(axes, dtype=torch.int64, device=positions.device)
+    both = own.repeat_interleave(2) if interleaved else own.repeat(2)
     columns = torch.arange(len(both), device=positions.device)
     return table[positions[:, both], columns]
 

@@ -344,9 +344,10 @@ class ContextParallelHandler(OfThisProcess):
         rows (T, W), ``value`` is left out, and ``expand(rows)`` gives the keys (n, G, D) and values
         (n, G, E) of any latent rows (n, W), each from its own row alone. It is called for the rows
         of each launch, and again in the backward. ``parameters``: the tensors with gradients that
-        it uses (default: those of ``expand``, where it is a module); their gradients are this
-        rank's share. Rotate queries and latent rows before, where they need it. Not under the comm
-        types that exchange heads, "a2a" and "a2a+p2p", nor in compiled layers.
+        it uses (default: those of ``expand``, where it is a module), none of which is made from
+        another; their gradients are this rank's share. Rotate queries and latent rows before, where
+        they need it. Not under the comm types that exchange heads, "a2a" and "a2a+p2p", nor in
+        compiled layers.
 
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
@@ -612,7 +613,7 @@ class ContextParallelHandler(OfThisProcess):
             raise ValueError(
                 f"positions has shape {tuple(positions.shape)}, expected {self.rows} rows"
             )
-        angles = rope.angles_of(freqs, positions, axes)
+        angles = rope.angles_of(freqs, positions, axes, interleaved)
         return rope.rotary_of(angles, interleaved=interleaved, mscale=mscale)
 
     def apply_rotary_pos_emb(

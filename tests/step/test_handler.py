@@ -139,22 +139,43 @@ def test_given_positions_take_the_place_of_those_in_the_sequence() -> None:
     hcp.loopback(2, check)
 
 
-def test_each_frequency_follows_its_own_axis_in_multimodal_rope() -> None:
-    """Angles as in Qwen2-VL: sections of the frequencies follow time, height and width."""
-    axes = [0, 0, 1, 1, 1, 2]
+@pytest.mark.parametrize("by", ["option", "config", "rotary"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("axes", [[0, 0, 1, 1, 1, 2], [0, 1, 2, 0, 1, 0]], ids=str)
+def test_each_frequency_follows_its_own_axis_in_multimodal_rope(
+    axes: list[int], interleaved: bool, by: str
+) -> None:
+    """Axes as in Qwen2-VL, sections of the frequencies, and as in Qwen3-VL, which follow time,
+    height and width in turns. Pairs are halves of a head as there, or neighbours as in GLM-4V."""
 
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, [17], min_degree=2)
         inverse = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
-        table = (torch.arange(40)[:, None] * inverse).repeat(1, 2)
+        angles = torch.arange(40)[:, None] * inverse
+        table = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
         whole = torch.randint(0, 40, (17, 3), generator=torch.Generator().manual_seed(0))
         ids = positions_here(cp, whole)
         t = torch.randn(cp.rows, 2, 14, dtype=torch.float64)
-        out = cp.apply_rotary_pos_emb(t, table, positions=ids, axes=axes)
+        given = {"positions": ids, "axes": axes}
+        if by == "rotary":
+            out = cp.apply_rotary_pos_emb(t, cp.rotary(table, interleaved=interleaved, **given))
+        elif by == "config":
+            config = SimpleNamespace(rotary_interleaved=interleaved)
+            out = cp.apply_rotary_pos_emb(t, table, config, **given)
+        else:
+            out = cp.apply_rotary_pos_emb(t, table, interleaved=interleaved, **given)
+        turned = t[..., :12]
+        first, second = (
+            (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+        )
         for row, own in enumerate(ids.tolist()):
             angle = torch.stack([own[a] * f for a, f in zip(axes, inverse, strict=True)])
-            want = rotate(t[row, 0, :12], angle.repeat(2))
-            assert torch.allclose(out[row, 0, :12], want, atol=1e-12)
+            pairs = torch.complex(first[row], second[row]) * torch.polar(
+                torch.ones(6).double(), angle
+            )
+            parts = (pairs.real, pairs.imag)
+            want = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+            assert torch.allclose(out[row, :, :12], want, atol=1e-12)
             assert torch.equal(out[row, :, 12:], t[row, :, 12:])
 
     hcp.loopback(2, check)
