@@ -12,7 +12,7 @@ heads, D head size, E head size of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ def parameters_of(expand: Expand, given: Sequence[Tensor] | None) -> tuple[Tenso
                 f"parameters[{i}] is {type(parameter).__name__}, expected the tensors that expand "
                 "uses"
             )
-    return tuple(parameter for parameter in given if parameter.requires_grad)
+    distinct = {_edge_of(x): x for x in given if x.requires_grad}
+    return tuple(distinct.values())
 
 
 def attention(
@@ -136,14 +137,15 @@ class Expansion(NamedTuple):
             expanded = self.function(rows)
         return check_expanded(expanded, rows, query)
 
-    def differentiable(self, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that take a gradient, and keys and values with a graph to these and to the
-        parameters."""
+    def differentiable(
+        self, rows: Tensor, query: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+        """Rows that take a gradient, keys and values with a graph to these and to the parameters,
+        and which of the parameters are used."""
         with torch.enable_grad():
             leaf = rows.detach().requires_grad_()
             key, value = self.of(leaf, query)
-        _expect_known(key, value, leaf, self.parameters)
-        return leaf, key, value
+        return leaf, key, value, _used(key, value, leaf, self.parameters)
 
 
 def check_expanded(expanded: Any, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,25 +186,72 @@ def _shown(expanded: Any) -> str:
     return type(expanded).__name__
 
 
-def _expect_known(key: Tensor, value: Tensor, rows: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if keys or values depend on a parameter that is not among those given, whose
-    gradient would be lost."""
-    known = {id(x) for x in (rows, *parameters)}
-    ends = {x.grad_fn for x in parameters if x.grad_fn is not None}
-    todo, seen = [x.grad_fn for x in (key, value)], set(ends)
+# ---- which parameters it uses --------------------------------------------------------------------
+
+_Edge = tuple[object, int]
+"""Where autograd brings the gradient of a tensor: the node that made it and which of its results it
+is, or the identity of a leaf. Two names of one tensor have one."""
+
+
+def _edge_of(x: Tensor) -> _Edge:
+    return (id(x), 0) if x.grad_fn is None else (x.grad_fn, x.output_nr)
+
+
+def _reached(todo: list[Any], ends: Collection[_Edge]) -> dict[_Edge, Tensor | None]:
+    """The ends that gradients come to first, from edges (node, which of its results) on; and the
+    leaves, which are given."""
+    found: dict[_Edge, Tensor | None] = {}
+    seen = set()
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+        edge = node, _ = todo.pop()
+        if node is None or edge in seen:
             continue
-        seen.add(node)
+        seen.add(edge)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None:
+            found[id(leaf), 0] = leaf
+        elif edge in ends:
+            found[edge] = None
+        else:
+            todo += node.next_functions
+    return found
+
+
+def _used(
+    key: Tensor, value: Tensor, rows: Tensor, parameters: Sequence[Tensor]
+) -> tuple[int, ...]:
+    """Which of the parameters keys and values are made from, not by way of another. Raise
+    ValueError if one that they are made from is not among them: its gradient would be lost."""
+    places = {_edge_of(x): i for i, x in enumerate(parameters)}
+    made = [x for x in (key, value) if x.grad_fn is not None]
+    found = _reached([*map(_edge_of, made)], places)
+    found |= {_edge_of(x): x for x in (key, value) if x.is_leaf and x.requires_grad}
+    found.pop(_edge_of(rows), None)
+    for edge, leaf in found.items():
+        if leaf is not None and edge not in places:
             raise ValueError(
                 f"expand uses a parameter of shape {tuple(leaf.shape)} that is not among the "
                 f"{len(parameters)} of parameters=, expected all that it uses: its gradient would "
                 "be lost. Give parameters=[...], or expand as a torch.nn.Module of its own"
             )
-        todo += [following for following, _ in node.next_functions]
+    return tuple(sorted(places[edge] for edge in found))
+
+
+def _expect_apart(parameters: Sequence[Tensor], used: Sequence[int]) -> None:
+    """Raise ValueError if one of those used is made from another: its gradient would count twice,
+    here and where autograd goes on from it."""
+    places = {_edge_of(parameters[i]): i for i in used}
+    for i in used:
+        made = parameters[i].grad_fn
+        for edge in _reached([] if made is None else [*made.next_functions], places):
+            if edge in places:
+                made_of = parameters[places[edge]]
+                raise ValueError(
+                    f"expand uses a parameter of shape {tuple(parameters[i].shape)} and that of "
+                    f"shape {tuple(made_of.shape)} from which it is made, expected one of them: a "
+                    "gradient would count twice. Make the first one in expand, and leave it out of "
+                    "parameters="
+                )
 
 
 class _Expanding:
@@ -216,6 +265,8 @@ class _Expanding:
         """E, once a launch was computed."""
         self.sums: list[Tensor | None] = [None] * len(expansion.parameters)
         """The parameters' gradients of all launches so far, in float32 or wider."""
+        self._apart: tuple[int, ...] = ()
+        """Parameters of which none is made from another."""
 
     def capped(self, softcap: float) -> None:
         return None
@@ -239,7 +290,8 @@ class _Expanding:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, keys, values = self._expansion.differentiable(key.squeeze(1), query)
+        rows, keys, values, used = self._expansion.differentiable(key.squeeze(1), query)
+        self._expect_apart(used)
         given = grad_out, grad_lse, query, keys.detach(), values.detach(), out, lse, scale
         grad_query, grad_key, grad_value = self._kernel.backward(launch, *given)
         grads = _of_entries(launch, grad_key), _of_entries(launch, grad_value)
@@ -249,15 +301,22 @@ class _Expanding:
         outputs, gradients = zip(*taken, strict=True) if taken else ((), ())
         grad_rows: Tensor | None = None
         if taken:
-            wanted = rows, *self._expansion.parameters
-            grad_rows, *own = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-            self._add(own)
+            wanted = rows, *(self._expansion.parameters[i] for i in used)
+            # What was made from parameters outside keeps its graph for other launches and calls.
+            options = {"allow_unused": True, "retain_graph": True}
+            grad_rows, *own = torch.autograd.grad(outputs, wanted, gradients, **options)
+            self._add(used, own)
         if grad_rows is None:
             grad_rows = torch.zeros_like(rows)
         return grad_query, grad_rows.unsqueeze(1), torch.zeros_like(value)
 
-    def _add(self, grads: Sequence[Tensor | None]) -> None:
-        for i, grad in enumerate(grads):
+    def _expect_apart(self, used: tuple[int, ...]) -> None:
+        if used != self._apart:
+            _expect_apart(self._expansion.parameters, used)
+            self._apart = used
+
+    def _add(self, used: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        for i, grad in zip(used, grads, strict=True):
             if grad is None:
                 continue
             before, dtype = self.sums[i], torch.promote_types(grad.dtype, torch.float32)

@@ -220,6 +220,126 @@ def test_parameters_may_be_results_of_other_layers() -> None:
     hcp.loopback(2, check)
 
 
+def up_of(x: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of 2 heads, each by a weight (2 * size, RANK) of its own."""
+    latent, shared = x.split([RANK, SHARED], -1)
+    keys = (latent @ key.t()).unflatten(1, (2, NOPE))
+    shared = shared.unsqueeze(1).expand(-1, 2, -1)
+    return torch.cat([keys, shared], -1), (latent @ value.t()).unflatten(1, (2, VALUE))
+
+
+def a_leaf_twice(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return base[: 2 * NOPE], base[2 * NOPE :], [base, base]
+
+
+def a_view_twice(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    view = base[:8]
+    return view[: 2 * NOPE], view, [view, view]
+
+
+def two_views(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    key, value = base[: 2 * NOPE], base[2 * NOPE :]
+    return key, value, [key, value]
+
+
+def two_parts_of_one_split(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    key, value = base.split([2 * NOPE, 2 * VALUE])
+    return key, value, [key, value]
+
+
+def a_view_and_its_base(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    view = base[:8]
+    return view[: 2 * NOPE], view, [base, view]
+
+
+def a_copy_and_its_base(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    copy = base.clone()
+    return copy[: 2 * NOPE], copy[2 * NOPE :], [copy, base]
+
+
+def a_product_and_what_it_is_of(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    product = base * scale
+    return product[: 2 * NOPE], product[2 * NOPE :], [base, product, scale]
+
+
+def what_a_product_is_of(base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    product = base * scale
+    return product[: 2 * NOPE], product[2 * NOPE :], [base, scale]
+
+
+NAMED = (
+    a_leaf_twice,
+    a_view_twice,
+    two_views,
+    two_parts_of_one_split,
+    a_view_and_its_base,
+    a_copy_and_its_base,
+    a_product_and_what_it_is_of,
+    what_a_product_is_of,
+)
+"""Weights of keys and of values, and what is named as parameters."""
+
+
+@pytest.mark.parametrize("weights_of", NAMED)
+def test_a_gradient_counts_once_whatever_names_its_tensor(weights_of: Any) -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [23, 4], min_degree=groups.transport.size)
+        query, rows = drawn_rows(cp)
+        base = drawn([2 * (NOPE + VALUE)], RANK)[0].requires_grad_()
+        scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+        grads = []
+        for compressed in (True, False):
+            key, value, named = weights_of(base, scale)
+            options: Any = {"expand": lambda x, k=key, v=value: up_of(x, k, v), "parameters": named}
+            keys = (rows,) if compressed else up_of(rows, key, value)
+            out = cp.attention(query, *keys, **(options if compressed else {}))
+            leaves = query, base, scale
+            total = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
+            grads.append([total[0], *map(cp.sum_over_group, total[1:])])
+        for found, want in zip(*grads, strict=True):
+            assert torch.allclose(found, want, rtol=1e-11, atol=1e-11)
+
+    for ranks in (1, 3):
+        hcp.loopback(ranks, check)
+
+
+@pytest.mark.parametrize("how", ["a view", "a cast", "a product", "a part of a split"])
+def test_a_parameter_used_beside_one_made_from_it_is_refused(how: str) -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, [9])
+        query, rows = drawn_rows(cp)
+        base = drawn([2 * (NOPE + VALUE)], RANK)[0].requires_grad_()
+        made = {
+            "a view": base[: 2 * NOPE],
+            "a cast": base.float().double()[: 2 * NOPE],
+            "a product": 2 * base[: 2 * NOPE],
+            "a part of a split": base.split([2 * NOPE, 2 * VALUE])[0],
+        }[how]
+        cp.attention(
+            query,
+            rows,
+            expand=lambda x: up_of(x, made, base[2 * NOPE :]),
+            parameters=[base, made],
+        ).sum().backward()
+
+    message = r"shape \(6, 6\) and that of shape \(14, 6\) from which it is made, expected one of"
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
+def test_the_other_part_of_a_split_is_no_parameter_that_was_named() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, [9])
+        query, rows = drawn_rows(cp)
+        base = drawn([2 * (NOPE + VALUE)], RANK)[0].requires_grad_()
+        key, value = base.split([2 * NOPE, 2 * VALUE])
+        out = cp.attention(query, rows, expand=lambda x: up_of(x, key, value), parameters=[key])
+        out.sum().backward()
+
+    with pytest.raises(ValueError, match=r"a parameter of shape \(14, 6\) that is not among the 1"):
+        hcp.loopback(1, call)
+
+
 def test_a_frozen_function_needs_no_gradient() -> None:
     def check(groups: Any) -> None:
         (cp,) = handlers(groups, [9], min_degree=2)
