@@ -474,7 +474,7 @@ def _rotate_pack_backward(ctx: Any, grad: Tensor, grad_packed: Tensor) -> tuple[
     turned, *beside = torch.ops.hcp.pack_backward(
         grad_packed.contiguous(), segments, [heads * head_dim, *ctx.widths], rows
     )
-    total = grad + turned.view(rows, heads, head_dim)
+    total = (grad + turned.view(rows, heads, head_dim)).contiguous()
     back = torch.ops.hcp.rotate(total, cos, sin, ctx.interleaved, True)
     return back, None, None, None, beside, None, None
 
@@ -491,7 +491,8 @@ def _reduce_rotated_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     runs, cos, sin = ctx.saved_tensors
     interleaved, inverse = ctx.how
     width = sum(ctx.widths[: ctx.rotated])
-    heads = grad[:, :width].contiguous().view(grad.shape[0], -1, ctx.head_dim)
+    shape = grad.shape[0], width // ctx.head_dim, ctx.head_dim
+    heads = grad[:, :width].contiguous().view(shape)
     turned = torch.ops.hcp.rotate(heads, cos, sin, interleaved, not inverse).flatten(1)
     both = torch.cat([turned, grad[:, width:]], 1)
     parts = torch.ops.hcp.reduce_backward(both, runs, ctx.part_rows, ctx.widths)

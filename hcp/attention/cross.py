@@ -27,7 +27,7 @@ from hcp.exchange.calls import Calls
 from hcp.exchange.layout import Layout
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Move, Origin
-from hcp.exchange.transport import Transport
+from hcp.exchange.transport import Transport, rows_of
 
 
 class TokenRun(NamedTuple):
@@ -303,7 +303,7 @@ class _Attend(torch.autograd.Function):
             (value, blocks.key_runs, blocks.key_rows),
         )
         grads = [
-            ops.reduce([part[i].flatten(1) for part in parts], runs, rows).view_as(whole)
+            ops.reduce([rows_of(part[i]) for part in parts], runs, rows).view_as(whole)
             for i, (whole, runs, rows) in enumerate(placed)
         ]
         return *grads, None, None, None
@@ -398,7 +398,7 @@ def _cross_attention(
     )
     stamp = Stamp(kind, number)
     agree_once(transport, route, stamp)
-    whole = copy_rows(transport, route, [key.flatten(1), value.flatten(1)], stamp)
+    whole = copy_rows(transport, route, [rows_of(key), rows_of(value)], stamp)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
     out: Tensor
     lse: Tensor

@@ -26,6 +26,7 @@ def move_rows(
 ) -> Tensor:
     """Move rows x (source_rows, ...), of any dtype, along a route, and their gradients back along
     another. ``dtype``: of the result; None: that of x."""
+    dtype = None if dtype == x.dtype else dtype
     rows: Tensor = _MoveRows.apply(_as_carried(x), route, back, transport, stamp, dtype)  # type: ignore[no-untyped-call]
     return _as_given(rows, x, dtype)
 
