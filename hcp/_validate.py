@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -74,6 +75,17 @@ def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable
             problem = "missing" if name not in data else "unknown"
             where = f"{place}.{name}" if place else name
             raise ValueError(f"{where} is {problem}, expected {', '.join(expected)}")
+
+
+@contextmanager
+def shallow(name: str) -> Iterator[None]:
+    """Raise ValueError where data have objects in objects too deep for an error to show them."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(
+            f"{name} has lists or objects nested too deeply, expected what to_dict() gives"
+        ) from None
 
 
 def flag(name: str) -> str:

@@ -86,8 +86,12 @@ static PyObject *find_holders(PyObject *module, PyObject *args) {
     return NULL;
   if (take_targets(&s, targets) < 0) return NULL;
   s.found = PyList_New(0);
-  for (Py_ssize_t i = 0; s.found != NULL && i < PyList_Size(objects); i++)
-    if (look_into(&s, PyList_GetItem(objects, i)) < 0) Py_CLEAR(s.found);
+  for (Py_ssize_t i = 0; s.found != NULL && i < PyList_Size(objects); i++) {
+    PyObject *holder = PyList_GetItem(objects, i);
+    /* No other has a traversal that may be called: that of a static type aborts. */
+    if ((PyObject_GC_IsTracked(holder) || is_untracked(holder)) && look_into(&s, holder) < 0)
+      Py_CLEAR(s.found);
+  }
   PyMem_Free(s.targets);
   return s.found;
 }

@@ -225,6 +225,7 @@ static int view_getbuffer(PyObject *self, Py_buffer *buffer, int flags) {
   view *v = (view *)self;
   if ((flags & PyBUF_WRITABLE) == PyBUF_WRITABLE && !v->writable) {
     PyErr_SetString(PyExc_BufferError, "this memory belongs to an immutable value");
+    buffer->obj = NULL;
     return -1;
   }
   buffer->obj = Py_NewRef(self);

@@ -45,24 +45,24 @@ def read_lengths(source: str, field: str | None = None) -> list[int]:
 def of_words(text: str, source: str) -> list[int]:
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
     for i, word in enumerate(words):
-        if not word.isdecimal():
-            raise ValueError(f"{source}: [{i}] is {word!r}, expected lengths in tokens")
+        if not word.isdecimal() or len(word) > 18:  # Python makes no int of thousands of digits
+            raise ValueError(f"{source}: [{i}] is {word!r:.40}, expected lengths in tokens")
     return [int(word) for word in words]
 
 
 def of_json_lines(text: str, source: str, field: str | None) -> list[int]:
-    lengths = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        place = f"{source}: line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: {error}") from None
-        value = record[chosen(record, field, place)] if isinstance(record, dict) else record
-        lengths.append(length_of(value, place))
-    return lengths
+    # Text may hold what else splitlines takes for the end of a line.
+    lines = ((n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip())
+    return [of_record(line, f"{source}: line {n}", field) for n, line in lines]
+
+
+def of_record(line: str, place: str, field: str | None) -> int:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: {error}") from None
+    value = record[chosen(record, field, place)] if isinstance(record, dict) else record
+    return length_of(value, place)
 
 
 def of_parquet(source: str, field: str | None) -> list[int]:
@@ -108,12 +108,17 @@ def chosen(record: dict[str, Any], field: str | None, place: str) -> str:
     raise ValueError(f"{place} has the fields {', '.join(record)}, expected {expected}")
 
 
+def shown(value: Any) -> str:
+    """A value in a message. Objects in objects may be too deep to be written."""
+    return "an object" if isinstance(value, dict) else repr(str(value)[:40])
+
+
 def length_of(value: Any, place: str) -> int:
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"{place} is {str(value)[:40]!r}, expected a number of tokens >= 1 or a list of tokens "
+            f"{place} is {shown(value)}, expected a number of tokens >= 1 or a list of tokens "
             "(text has no length before a tokenizer)"
         )
     return value

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hcp.errors import HcpError
-from hcp.exchange.gather import all_gather_object
+from hcp.exchange.gather import all_gather_object, rank_in_messages
 from hcp.groups.process_groups import ProcessGroups
 
 
@@ -90,17 +89,17 @@ class Metrics:
     def _share_with_stages(
         self, totals: dict[str, Metric], problem: str | None
     ) -> dict[str, Metric]:
-        groups = self._groups
+        groups, rank = self._groups, rank_in_messages(self._groups.transport)
         gathered = [(totals, problem)]
         if "pp" in groups.roles and groups.size("pp") > 1:
             gathered = all_gather_object((totals, problem), groups.pp)
         for _, found in gathered:
             if found:
-                raise HcpError(f"rank {dist.get_rank()}: {found}", code="metrics-differ")
+                raise HcpError(f"rank {rank}: {found}", code="metrics-differ")
         named = [stage for stage, _ in gathered if stage]
         if len(named) > 1:
             raise HcpError(
-                f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "
+                f"rank {rank}: {len(named)} pipeline stages added metrics, expected "
                 "only the one that computes losses",
                 code="metrics-differ",
             )

@@ -10,13 +10,16 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hcp._digest import bytes_of
+
+if TYPE_CHECKING:
+    from hcp.exchange.transport import Transport
 
 
 def all_gather_object(own: object, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -37,6 +40,11 @@ def _all_gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
     return parts
+
+
+def rank_in_messages(transport: Transport) -> int:
+    """The rank that an error of this process names: of the job, or without one of the domain."""
+    return dist.get_rank() if dist.is_initialized() else transport.rank
 
 
 # ---- messages of many thousand ranks, most of which say the same ---------------------------------

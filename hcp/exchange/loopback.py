@@ -234,6 +234,8 @@ def one_rank(device: torch.device) -> LoopbackTransport:
 class LoopbackGroups:
     """Stands for :class:`hcp.ProcessGroups` of a pure CP x DP domain in :func:`loopback`."""
 
+    roles = ("dp_cp",)
+
     def __init__(self, transport: LoopbackTransport) -> None:
         self.transport = transport
 

@@ -21,6 +21,7 @@ from hcp._validate import (
     expect_names,
     expect_size,
     expect_sizes,
+    shallow,
 )
 
 if TYPE_CHECKING:
@@ -322,6 +323,11 @@ class Mask:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Make a mask of what :meth:`to_dict` gave."""
+        with shallow("the mask"):
+            return cls._of_data(data)
+
+    @classmethod
+    def _of_data(cls, data: Mapping[str, Any]) -> Self:
         expect_names("mask", data, ("length", "slices", "positions"))
         expect_items("mask.slices", data["slices"], "slices")
         slices = []

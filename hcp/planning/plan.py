@@ -19,6 +19,7 @@ from hcp._validate import (
     expect_names,
     expect_size,
     expect_sizes,
+    shallow,
 )
 from hcp._words import Degrees, Sync
 from hcp.planning.cost import CostModel, Table
@@ -255,6 +256,11 @@ class Plan:
         entries are those of :func:`plan`. Raises ValueError that names the group and the rule, or
         the entry that is missing or unknown.
         """
+        with shallow("the plan"):
+            return cls._of_data(data)
+
+    @classmethod
+    def _of_data(cls, data: dict[str, Any]) -> Plan:
         expect_data(data)
         places = [
             f"micro_batches[{m}].groups[{g}]"

@@ -40,7 +40,9 @@ def among_heads(x: Tensor, r: Random) -> Tensor:
 
 def odd(x: Tensor, r: Random) -> Tensor:
     """Dimensions of one element, whose strides may be anything."""
-    strides = [r.choice([0, 3, 8]) if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    strides = [
+        r.choice([0, 3, 8]) if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)
+    ]
     return x.new_empty(x.numel() + 1).as_strided(x.shape, strides, 1)
 
 
@@ -97,10 +99,10 @@ OPERATIONS: dict[str, tuple[Callable[[Cp, int], list[tuple[int, ...]]], Call]] =
     ),
     "cross-attention": with_keys(lambda cp, q, k, v: cp.cross_attention(q, k, v, cp)),
     "latent attention": with_keys(
-        lambda cp, q, k, v: cp.attention(
-            q, k[:, 0], expand=lambda x: (x[:, None], x[:, None, :1]), comm_type="p2p"
+        lambda cp, q, k, v: (
+            cp.attention(q, k[:, 0], expand=lambda x: (x[:, None], x[:, None, :1]), comm_type="p2p")
+            + v.mean(2, keepdim=True).repeat(1, 2, 1)
         )
-        + v.mean(2, keepdim=True).repeat(1, 2, 1)
     ),
     "combine": of_rows(lambda cp, x: cp.combine(x, dtype=torch.float64)),
     "combine as float32": of_rows(lambda cp, x: cp.combine(x, dtype=torch.float32)),
@@ -109,9 +111,7 @@ OPERATIONS: dict[str, tuple[Callable[[Cp, int], list[tuple[int, ...]]], Call]] =
     "whole sequences": of_rows(lambda cp, x: cp.sequence_to_head(x)),
     "sums by sequence": of_rows(lambda cp, x: cp.sum_by_sequence(x)),
     "sums over a group": of_rows(lambda cp, x: cp.sum_over_group(x[:1])),
-    "rotary": of_rows(
-        lambda cp, x: cp.apply_rotary_pos_emb(x, rotary_of(cp, x.shape[2] // 2 * 2))
-    ),
+    "rotary": of_rows(lambda cp, x: cp.apply_rotary_pos_emb(x, rotary_of(cp, x.shape[2] // 2 * 2))),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -327,3 +328,60 @@ def test_plans_by_pairs_stay_near_their_bound(sync: str) -> None:
 def test_pairs_that_cannot_be_are_refused(request_now: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hcp.plan([5, 8], **request_now, **REQUEST)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["length", "slices", "positions"])
+def test_data_that_are_nested_too_deeply_are_refused(place: str) -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    mask = {**Mask.shared_prefix(2, [2, 2]).to_dict(), place: deep}
+    with pytest.raises(ValueError, match="the mask has lists or objects nested too deeply"):
+        Mask.from_dict(mask)
+    plan = hcp.plan([6], masks=[None], ranks=1, max_tokens_per_rank=8).to_dict()
+    plan["masks"]["different"] = [mask]
+    with pytest.raises(ValueError, match="nested too deeply, expected what to_dict"):
+        hcp.Plan.from_dict(plan)
+    with pytest.raises(ValueError, match="the plan has lists or objects nested too deeply"):
+        hcp.Plan.from_dict({**plan, "lengths": deep})
+
+
+GOOD = ([0, 1], [0, 6, 0, 6, -5, 5], [0, 1], [0, 3])
+
+
+@pytest.mark.parametrize(
+    ("masks", "error", "message"),
+    [
+        (7, TypeError, "object of type 'int' has no len"),
+        ([7], TypeError, "a mask is 7, expected a tuple of firsts and words, twice"),
+        ([GOOD[:2]], TypeError, r"a mask is \(\[0, 1\], .*, expected a tuple"),
+        ([(*GOOD[:2], [0, 1], [0])], ValueError, "a mask has 1 words, expected a multiple of 2"),
+        (
+            [([0, 1], [0] * 7, *GOOD[2:])],
+            ValueError,
+            "a mask has 7 words, expected a multiple of 6",
+        ),
+        (
+            [([0, 2], *GOOD[1:])],
+            ValueError,
+            "a mask's firsts have 2 items, expected 2 from 0 up to",
+        ),
+        ([([0], *GOOD[1:])], ValueError, "a mask's firsts have 1 items, expected 2 from 0 up to 1"),
+        ([(*GOOD[:3], ["x", 0])], ValueError, r"words\[0\] is 'x', expected an integer"),
+        ([(*GOOD[:3], [6, 0])], ValueError, r"masks\[0\] has position 0 at token 6 of sequence 0"),
+        ([], ValueError, "mask_count is 0, expected 1 to 64"),
+    ],
+)
+def test_what_the_core_takes_for_no_masks_is_an_error_that_says_why(
+    masks: Any, error: type[Exception], message: str
+) -> None:
+    core = hcp.plan([6], ranks=1, max_tokens_per_rank=8).core
+    with pytest.raises(error, match=message):
+        core.set_masks(masks)
+    core.set_masks([GOOD])
+
+
+def test_positions_beyond_what_the_core_counts_are_refused() -> None:
+    mask = Mask(6, [((0, 6), (0, 6), "causal")], [(0, 0), (3, 2**39)])
+    with pytest.raises(ValueError, match=r"has position 549755813888 at token 3 of sequence 0"):
+        hcp.plan([6], masks=[mask], ranks=1, max_tokens_per_rank=8)

@@ -450,6 +450,7 @@ def index_of(documents: Sequence[Sequence[int]]) -> bytes:
         ("l.jsonl", b'{"input_ids": [5, 6, 7], "text": "x"}', None, [3]),
         ("l.jsonl", b"3\n[4, 4]\n", None, [3, 2]),
         ("l.jsonl", b'{"length": 3, "own": [1]}', "own", [1]),
+        ("l.jsonl", '{"length": 3, "text": "\u2028\x85"}\r\n[1]\n'.encode(), None, [3, 1]),
         ("l.idx", index_of([[3], [4, 5], []]), None, [3, 9]),
     ],
 )
@@ -468,6 +469,10 @@ def test_lengths_are_read(
         ("l.jsonl", b'{"length": 0}', "line 1 is '0', expected a number of tokens >= 1"),
         ("l.jsonl", b'{"tokens": "some text"}', "text has no length before a tokenizer"),
         ("l.jsonl", b"{", "line 1: Expecting"),
+        ("l.jsonl", b"[" * 100_000, "line 1: maximum recursion depth exceeded"),
+        ("l.jsonl", b'{"length":' + b'{"a":' * 980 + b"1" + b"}" * 981, "line 1"),
+        ("l.jsonl", b"1" * 5000, "line 1: Exceeds the limit"),
+        ("l.txt", b"3 " + b"1" * 5000, "[1] is '111111"),
         ("l.idx", b"x", "does not begin as an index"),
         ("l.idx", index_of([[3], [4]])[:-1], "expected at least"),
     ],

@@ -982,3 +982,10 @@ def test_a_rank_that_refuses_ends_the_others_with_its_reason():
 def test_a_rank_with_another_target_layout_is_named():
     results = run_ranks(3, disagree, "layout")
     assert all("rank 1 has" in text for text in results)
+
+
+def test_what_the_collector_does_not_track_holds_nothing() -> None:
+    """The traversal of a static type would end the process."""
+    kept = object()
+    found = _core.find_holders([object, 7, "x", [kept], (kept,)], (kept,), ())
+    assert found == [[kept], kept, (kept,), kept]
