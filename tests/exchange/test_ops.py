@@ -656,6 +656,26 @@ def test_rotations_of_nothing(device):
     assert torch.equal(out, torch.zeros(2, 8, device=device))
 
 
+def test_gradients_of_rotations_of_nothing(device):
+    part = torch.zeros(0, 11, device=device, requires_grad=True)
+    beside = torch.zeros(0, 8, device=device, requires_grad=True)
+    cos, sin = tables(0, 4, torch.float32, device)
+    ops.reduce_rotated([beside, part], table(), 0, 2, cos, sin, 4, 1).sum().backward()
+    assert beside.grad.shape == (0, 8)
+    assert part.grad.shape == (0, 11)
+
+
+def test_a_gradient_of_what_is_turned_and_packed_may_lie_in_any_memory(device):
+    t = random(3, 2, 4, seed=0, device=device).requires_grad_()
+    beside = random(3, 1, seed=1, device=device)
+    cos, sin = tables(3, 4, torch.float64, device)
+    grad, grads = random(3, 2, 4, seed=2, device=device), []
+    for laid in (grad, grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        out = ops.rotate_pack(t, cos, sin, [beside], table((0, 3), words=2), 3)
+        grads += torch.autograd.grad(out, t, [laid, torch.ones_like(out[1])])
+    assert torch.equal(*grads)
+
+
 def test_learned_angles_are_refused_by_name(device):
     t, (cos, sin) = random(3, 1, 4, seed=0, device=device), tables(3, 4, torch.float64, device)
     out = ops.rotate(t, cos.requires_grad_(), sin)
