@@ -51,13 +51,15 @@ static int64_t attention_of(const hcp_cost *cost, hcp__size size, int64_t rows) 
   return cost->pair * (size.pairs >= 0 ? size.pairs : pairs_of(rows, cost->window));
 }
 
+/* What has no price at all, as a sequence without pairs may, takes 1: a time of 0 stands for none,
+ * and searches could not tell groups of such sequences from empty ones. */
 static int64_t priced(const hcp_cost *cost, hcp__size size, int32_t degree,
                       int32_t ranks_per_node) {
   int64_t rows = tiled(cost, size.length, degree);
   int64_t attention = attention_of(cost, size, rows);
   links price = links_of(cost, degree, ranks_per_node);
-  return ceil_div(attention + cost->token * rows, degree) +
-         step_time(cost, size.length, degree, price, attention);
+  return larger(1, ceil_div(attention + cost->token * rows, degree) +
+                       step_time(cost, size.length, degree, price, attention));
 }
 
 /* Compute never takes less than spread over most ranks; the exchange of a range
@@ -69,7 +71,7 @@ int64_t hcp__time_floor(const hcp_cost *cost, hcp__size size, int32_t least, int
   if (cost->overlap == 0 && least > 1)
     moved = links_of(cost, least, ranks_per_node).exchange * (length - length / least);
   if (least > 1) moved += (least - 1) * cost->step;
-  return ceil_div(attention + cost->token * rows, most) + moved;
+  return larger(1, ceil_div(attention + cost->token * rows, most) + moved);
 }
 
 /* Rank-time at any degree >= least: compute is what one rank needs, since more
@@ -79,7 +81,7 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
                         int32_t ranks_per_node) {
   int64_t length = size.length, rows = tiled(cost, length, 1);
   int64_t attention = attention_of(cost, size, rows);
-  int64_t area = attention + cost->token * rows;
+  int64_t area = larger(1, attention + cost->token * rows);
   if (least == 1) return area;
   links price = links_of(cost, least, ranks_per_node);
   int64_t moved = price.exchange * (length - length / least) * least;

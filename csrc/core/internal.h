@@ -15,6 +15,13 @@ __extension__ typedef __int128 hcp__wide;
 static inline int64_t hcp__least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t hcp__most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* a + b for a and b >= 0, at most HCP__LATE. No plan takes that long; two times and
+ * one such sum fit in 63 bits. */
+#define HCP__LATE (INT64_MAX / 4)
+static inline int64_t hcp__sum(int64_t a, int64_t b) {
+  return a < HCP__LATE - b ? a + b : HCP__LATE;
+}
+
 /* A checksum that has seen more data. */
 static inline uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes) {
   const unsigned char *at = data;

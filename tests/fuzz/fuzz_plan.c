@@ -38,7 +38,7 @@ static hcp_limits take_limits(bytes *b) {
   limits.min_degree = take(b, 0, 3) ? 1 : (int32_t)take(b, 1, limits.ranks);
   limits.max_degree =
       take(b, 0, 3) ? limits.ranks : (int32_t)take(b, limits.min_degree, limits.ranks);
-  limits.max_tokens_per_rank = take(b, 1, 1 << take(b, 1, 14));
+  limits.max_tokens_per_rank = take(b, 0, 15) ? take(b, 1, 1 << take(b, 1, 14)) : INT32_MAX;
   limits.alignment = take(b, 0, 2) ? 1 : (int32_t)take(b, 0, 1 + limits.max_tokens_per_rank / 8);
   limits.ranks_per_node = (int32_t)(take(b, 0, 1) ? take(b, 0, 3) * 4 : maybe(b, 9));
   int32_t node = limits.ranks_per_node;
@@ -63,6 +63,8 @@ static void take_memory(bytes *b, hcp_limits *limits) {
   memory->activation = take(b, 0, 1000);
   memory->logit = maybe(b, 100000);
   memory->gathered = maybe(b, 1000);
+  memory->attention = maybe(b, 1000);
+  memory->head_chunks = maybe(b, 4);
   int64_t share = take(b, 1, 4), more = take(b, 0, 1000);
   int64_t full = (memory->activation + memory->logit + 1) * limits->max_tokens_per_rank;
   memory->limit = full / share + more;
@@ -90,7 +92,27 @@ static void take_lists(bytes *b, hcp_limits *limits, int32_t n, lists *x) {
   }
 }
 
+/* Nothing, little, or as much as 63 bits hold. */
+static int64_t take_price(bytes *b) {
+  static const int64_t small[] = {0, 0, 1, 2};
+  int64_t kind = take(b, 0, 5);
+  if (kind < 4) return small[kind];
+  int32_t bits = (int32_t)take(b, 1, 62);
+  return take(b, 0, 1) ? (int64_t)1 << bits : INT64_MAX >> (62 - bits);
+}
+
+/* Prices of any size, few of which belong together. */
+static hcp_cost take_wild_cost(bytes *b) {
+  hcp_cost cost = {0};
+#define TAKE(name) cost.name = take_price(b);
+  HCP_PRICES(TAKE)
+#undef TAKE
+  cost.overlap = take(b, 0, 1);
+  return cost;
+}
+
 static hcp_cost take_cost(bytes *b) {
+  if (take(b, 0, 3) == 0) return take_wild_cost(b);
   hcp_cost cost = {.pair = take(b, 0, 100)};
   cost.token = take(b, 0, 100000);
   cost.exchange = maybe(b, 100000);
@@ -120,6 +142,17 @@ static int32_t take_lengths(bytes *b, const hcp_limits *limits, int64_t *lengths
   return n;
 }
 
+/* Pairs of each sequence, often none of any; NULL: those of the window. */
+static const int64_t *take_pairs(bytes *b, const int64_t *lengths, int32_t n, int64_t *pairs) {
+  int64_t kind = take(b, 0, 5);
+  if (kind > 1) return NULL;
+  for (int32_t i = 0; i < n; i++) {
+    int64_t side = kind == 0 ? 0 : maybe(b, lengths[i] > 0 ? lengths[i] : 0);
+    pairs[i] = side * (side < INT32_MAX ? side : 1);
+  }
+  return pairs;
+}
+
 static void expect(int held, const char *what) {
   if (held) return;
   fprintf(stderr, "broken: %s\n", what);
@@ -142,10 +175,13 @@ static void judge(const hcp_plan *plan, const hcp_plan *again) {
 /* Whether d ranks may compute the sequence, by its own bounds and by bytes. */
 static int fits(const hcp_limits *limits, int64_t length, int32_t i, int32_t d) {
   const hcp_memory *memory = &limits->memory;
+  int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
   int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
-  int64_t rows = hcp_rows_max(length, d) + padding;
-  int64_t needed =
-      rows * (memory->activation + memory->logit) + (d > 1 ? length * memory->gathered : 0);
+  int64_t rows = hcp_rows_max(length, d), row = memory->activation + memory->logit;
+  int64_t own = (rows + padding) * row, buffers = rows * memory->attention + length * memory->gathered;
+  int64_t needed = own;
+  if (d > 1) needed += (buffers + chunks - 1) / chunks;
+  if (d > 1) needed += (padding * memory->attention + chunks - 1) / chunks;
   if (limits->min_degrees != NULL && d < limits->min_degrees[i]) return 0;
   if (limits->max_degrees != NULL && d > limits->max_degrees[i]) return 0;
   return memory->limit == 0 || needed <= memory->limit;
@@ -168,6 +204,17 @@ static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n)
   return 1;
 }
 
+/* At any effort the bound is one. */
+static void judge_bound(const hcp_plan *plan, int32_t effort) {
+  int64_t bound, work;
+  hcp_error err;
+  hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, effort,
+                                     &bound, &work, &err);
+  expect(status == HCP_OK, status == HCP_OK ? "" : err.message);
+  expect(bound >= plan->bound && bound <= plan->makespan, "a plan beats the bound of more effort");
+  expect(work == plan->work, "work");
+}
+
 static uint64_t mix(uint64_t digest, uint64_t value) {
   return ((digest ^ value) * 0x9e3779b97f4a7c15u) ^ (digest >> 29);
 }
@@ -186,7 +233,7 @@ static uint64_t digest_of(hcp_status status, const hcp_plan *plan, const char *m
 
 static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   bytes b = {data, size};
-  int64_t lengths[SEQUENCES];
+  int64_t lengths[SEQUENCES], pairs[SEQUENCES];
   hcp_limits limits = take_limits(&b);
   take_pipeline(&b, &limits);
   take_memory(&b, &limits);
@@ -196,13 +243,17 @@ static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   int32_t n = take_lengths(&b, &limits, lengths);
   lists arrays;
   take_lists(&b, &limits, n, &arrays);
+  cost.pairs = take_pairs(&b, lengths, n, pairs);
+  int32_t effort = take(&b, 0, 15) ? 1 : 2;
   hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, &plan, &err);
   if (status == HCP_OK) {
     expect(hcp_plan_create(lengths, n, &limits, &cost, 1, &again, &err) == HCP_OK, "a second time");
     judge(plan, again);
+    judge_bound(plan, effort);
   } else {
-    expect(status == HCP_INVALID || status == HCP_INFEASIBLE, err.message);
-    expect(strstr(err.message, "expected") != NULL || strstr(err.message, "hold at most") != NULL,
+    expect(status == HCP_INVALID || status == HCP_INFEASIBLE || status == HCP_OVERFLOW, err.message);
+    expect(strstr(err.message, "expected") != NULL || strstr(err.message, "hold at most") != NULL ||
+               strstr(err.message, "exceed") != NULL,
            err.message);
     expect(status != HCP_INFEASIBLE || !feasible(&limits, lengths, n), err.message);
   }

@@ -28,7 +28,7 @@ int32_t hcp__block_open(hcp__blocks *blocks, int32_t first_rank, int32_t degree,
   const hcp_limits *limits = blocks->placed_on;
   int32_t slowness = limits == NULL ? HCP_FULL_SPEED : hcp__slowness(limits, first_rank, degree);
   blocks->block[b] = (hcp__block){.start = start,
-                                  .end = start + hcp__slowed(launch, slowness),
+                                  .end = hcp__sum(start, hcp__slowed(launch, slowness)),
                                   .slowness = slowness,
                                   .first_rank = first_rank,
                                   .degree = degree,
@@ -47,7 +47,7 @@ void hcp__block_add(hcp__blocks *blocks, int32_t b, int32_t sequence, int64_t ro
   block->last = sequence;
   block->sequences++;
   block->rows += rows;
-  block->end += hcp__slowed(time, block->slowness);
+  block->end = hcp__sum(block->end, hcp__slowed(time, block->slowness));
 }
 
 /* ---- draft ---- */

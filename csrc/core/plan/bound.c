@@ -11,6 +11,14 @@
 
 #include "plan.h"
 
+/* No plan takes longer (hcp__makespan), so that guesses need not. */
+#define LAST_GUESS (INT64_MAX / 2)
+
+/* The guess that follows a refuted one: guesses rise by at least 1, and end at the last. */
+static int64_t next_guess(int64_t guess, hcp__wide more) {
+  return more < LAST_GUESS - guess ? guess + (int64_t)more : LAST_GUESS;
+}
+
 /* Making a kind big instead of small saves this much rank-time a rank. */
 typedef struct offer {
   int64_t saving; /* rounded up */
@@ -67,8 +75,9 @@ static int refuted(const hcp__problem *p, int64_t guess, offer *offers) {
   qsort(offers, (size_t)count, sizeof *offers, by_saving);
   for (int32_t i = 0; i < count && forced < ranks; i++) {
     int64_t used = offers[i].ranks < ranks - forced ? offers[i].ranks : ranks - forced, saved;
-    if (__builtin_mul_overflow(offers[i].saving, used, &saved)) return 0;
-    area -= saved;
+    if (__builtin_mul_overflow(offers[i].saving, used, &saved) ||
+        __builtin_sub_overflow(area, saved, &area))
+      return 0;
     forced += used;
   }
   return area > limit;
@@ -132,9 +141,9 @@ static int launches_refute(const hcp__problem *p, int64_t guess, int64_t rate) {
 static void raise_for_launches(hcp__problem *p) {
   int64_t rate = lightest(p), low = p->bound - 1, high = p->bound;
   if (p->cost->launch == 0 || rate == 0) return;
-  while (launches_refute(p, high, rate)) {
+  while (high < LAST_GUESS && launches_refute(p, high, rate)) {
     low = high;
-    high += high / 8 + 1;
+    high = next_guess(high, high / 8 + 1);
   }
   while (high - low > 1 && high - low > low >> 12) {
     int64_t middle = low + (high - low) / 2;
@@ -146,18 +155,14 @@ static void raise_for_launches(hcp__problem *p) {
   p->bound = low + 1;
 }
 
-hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
-  p->bound = 0;
-  if (p->n == 0) return HCP_OK;
-  if (launch_area(p) > INT64_MAX / 4)
-    return hcp__fail(err, HCP_OVERFLOW, "the cost of all launches exceeds 63 bits");
-  offer *offers = malloc(((size_t)p->kind_count + 1) * sizeof *offers);
-  if (offers == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+/* The least guess that is not refuted, to a part in 2^12; LAST_GUESS: each is. */
+static int64_t least_guess(const hcp__problem *p, offer *offers) {
   int64_t low = simple_bound(p) - 1, high = low + 1; /* low is refuted */
   while (refuted(p, high, offers)) {
-    int64_t step = high - low;
+    hcp__wide step = high - low;
+    if (high >= LAST_GUESS) return LAST_GUESS;
     low = high;
-    high += 2 * step + high / 64;
+    high = next_guess(high, 2 * step + high / 64);
   }
   while (high - low > 1 && high - low > low >> 12) {
     int64_t middle = low + (high - low) / 2;
@@ -166,8 +171,20 @@ hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
     else
       high = middle;
   }
+  return low + 1;
+}
+
+hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
+  p->bound = 0;
+  if (p->n == 0) return HCP_OK;
+  if (launch_area(p) > INT64_MAX / 4)
+    return hcp__fail(err, HCP_OVERFLOW, "the cost of all launches exceeds 63 bits");
+  offer *offers = malloc(((size_t)p->kind_count + 1) * sizeof *offers);
+  if (offers == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+  p->bound = least_guess(p, offers);
   free(offers);
-  p->bound = low + 1;
+  if (p->bound == LAST_GUESS)
+    return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
   raise_for_launches(p);
   hcp_status status = HCP_OK;
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = hcp__lockstep_bound(p, err);

@@ -172,8 +172,8 @@ static charge charge_of(const hcp__problem *p, const hcp__kind *kind, int64_t ti
     int64_t unused = most < share ? hcp__scaled(share - most, option->least_degree, 1) : 0;
     int64_t shared = most > 0 && most < share ? hcp__scaled(area, share, most) - 1 : area;
     if (least.shared < 0 || shared < least.shared) least.shared = shared;
-    if (least.alone < 0 || area - cheapest + unused < least.alone)
-      least.alone = area - cheapest + unused;
+    int64_t alone = hcp__sum(area - cheapest, unused);
+    if (least.alone < 0 || alone < least.alone) least.alone = alone;
   }
   return least;
 }
@@ -247,11 +247,13 @@ static int refuted(const hcp__problem *p, int64_t time, const int64_t *reaches) 
 /* The least time that is not refuted. */
 static int64_t grown_bound(const hcp__problem *p, const int64_t *reaches) {
   int64_t low = p->bound - 1, high = p->bound;
-  while (refuted(p, high, reaches)) {
+  /* Guesses rise by at least 1, up to what pipeline_time.c can add up. */
+  do {
     if (high > INT64_MAX / 16) return INT64_MAX / 2;
+    if (!refuted(p, high, reaches)) break;
     low = high;
     high += high / 8 + 1;
-  }
+  } while (1);
   while (high - low > 1 && high - low > low >> 12) {
     int64_t middle = low + (high - low) / 2;
     if (refuted(p, middle, reaches))

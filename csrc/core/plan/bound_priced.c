@@ -31,7 +31,8 @@
 enum {
   PAIRS = 1 << 17, /* kinds, or ranks, times degrees up to which there is a search */
   TIME_BITS = 34,  /* of the bound, */
-  AREA_BITS = 46,  /* of all rank-time, */
+  AREA_BITS = 46,  /* of all rank-time, at least, */
+  ALL_BITS = 56,   /* and at most */
   RATE_BITS = 61,  /* and of a price per time or row */
   ONE = 1 << 16,   /* a share of 1, and a price that is the rank-time */
   KNOTS = 33,      /* between them, the price of rank-time is linear */
@@ -141,8 +142,8 @@ static int make_times(priced *o) {
   return 1;
 }
 
-/* Least rank-time, and where it stands among that of all. */
-static void make_areas(priced *o) {
+/* Least rank-time, and where it stands among that of all. 0: too much for a price of DEAREST. */
+static int make_areas(priced *o) {
   int64_t all = 0, sum = 0;
   for (int32_t k = 0; k < o->kinds; k++) {
     o->area[k] = NEVER;
@@ -150,8 +151,9 @@ static void make_areas(priced *o) {
       int64_t time = way_of(o, d, k)->time;
       if (time < o->area[k] / o->degrees[d]) o->area[k] = time * o->degrees[d];
     }
-    all += o->area[k] * kind_of(o, k)->count;
+    all = hcp__sum(all, hcp__scaled(o->area[k], kind_of(o, k)->count, 1));
   }
+  if (bits_of(all) > ALL_BITS) return 0;
   o->all = 0;
   int32_t up = bits_of(all) < AREA_BITS ? AREA_BITS - bits_of(all) : 0;
   memset(o->need, 0, sizeof o->need);
@@ -167,6 +169,7 @@ static void make_areas(priced *o) {
     o->need[knot] += own / FINE * (FINE - part);
     o->need[knot + 1] += own / FINE * part;
   }
+  return 1;
 }
 
 /* ---- prices ---- */
@@ -615,8 +618,7 @@ hcp_status hcp__priced_bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   o->scale = bits_of(p->bound) > TIME_BITS ? bits_of(p->bound) - TIME_BITS : 0;
   o->launch = p->cost->launch >> o->scale;
   o->bound = p->bound >> o->scale;
-  if (!make_times(o)) goto done;
-  make_areas(o);
+  if (!make_times(o) || !make_areas(o)) goto done;
   int64_t bound = search(o, effort - 1);
   if (bound << o->scale > p->bound) p->bound = bound << o->scale;
   goto done;

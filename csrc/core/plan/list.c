@@ -222,7 +222,7 @@ static void choose_pod(const list *l, int32_t degree, int32_t *low, int32_t *hig
 static void charge_pods(list *l, const hcp__block *block, int64_t time) {
   for (int32_t r = block->first_rank, last = r + block->degree; r < last;) {
     int32_t pod = r / l->pod_ranks, end = pod_end(l, pod) < last ? pod_end(l, pod) : last;
-    l->pod_areas[pod] += (end - r) * time;
+    l->pod_areas[pod] = hcp__sum(l->pod_areas[pod], hcp__scaled(time, end - r, 1));
     r = end;
   }
 }
@@ -327,7 +327,7 @@ static void place_single(list *l, int32_t sequence, const hcp__option *option) {
     l->top[rank] = b;
   }
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
-  l->loads[rank] += slowed_on(l, rank, launch + option->time);
+  l->loads[rank] = hcp__sum(l->loads[rank], slowed_on(l, rank, launch + option->time));
   sift_rank(l, 0);
 }
 
@@ -336,14 +336,14 @@ static int place_within(list *l, int32_t sequence, const hcp__option *option, in
                         int64_t limit) {
   int32_t b = joinable_single(l, rank, option->rows);
   int64_t launch = b < 0 ? l->p->cost->launch : 0;
-  if (l->loads[rank] + slowed_on(l, rank, launch + option->time) > limit) return 0;
+  if (slowed_on(l, rank, launch + option->time) > limit - l->loads[rank]) return 0;
   if (b < 0) {
     b = hcp__block_open(l->blocks, rank, 1, l->loads[rank], launch);
     l->below[b] = l->top[rank];
     l->top[rank] = b;
   }
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
-  l->loads[rank] += slowed_on(l, rank, launch + option->time);
+  l->loads[rank] = hcp__sum(l->loads[rank], slowed_on(l, rank, launch + option->time));
   return 1;
 }
 

@@ -182,12 +182,12 @@ static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t 
 /* The least height that holds all, about. */
 static hcp_status try_shape(search *s, const shape *x, hcp_error *err) {
   int64_t low = full_height(s, x);
-  int64_t high = low + low / 16 + 1;
+  int64_t high = hcp__sum(low, low / 16 + 1);
   int32_t fits = 0;
   hcp_status status = HCP_OK;
   for (int32_t i = 0; i < RAISES && !fits && status == HCP_OK; i++) {
     status = try_height(s, x, high, &fits, err);
-    if (!fits) low = high, high += high / 8 + 1;
+    if (!fits) low = high, high = hcp__sum(high, high / 8 + 1);
   }
   for (int32_t i = 0; i < HALVINGS && fits && status == HCP_OK && high - low > low >> 8; i++) {
     int64_t middle = low + (high - low) / 2;

@@ -306,7 +306,9 @@ static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, h
         __builtin_add_overflow(p->least, area, &p->least) || p->least > INT64_MAX / 4)
       return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
     p->work += work_of(p, kind->size) * kind->count; /* each at most its area */
-    p->tokens += kind->size.length * kind->count;
+    p->tokens = hcp__sum(p->tokens, hcp__scaled(kind->size.length, kind->count, 1));
+    if (p->tokens == HCP__LATE)
+      return hcp__fail(err, HCP_OVERFLOW, "the tokens of all sequences exceed 61 bits");
   }
   int64_t enough = p->least / p->limits->ranks / NEGLIGIBLE;
   for (int32_t k = 0; k < p->kind_count; k++)

@@ -91,7 +91,8 @@ static int joins(const hcp__waves *w, int32_t b, int64_t rows, int64_t time) {
 static int32_t joinable(const hcp__waves *w, int32_t wave, const hcp__option *option) {
   int32_t best = -1, looked = 0;
   /* Groups hold longer sequences, which leave even less. */
-  if (2 * option->rows > w->p->capacity + 2 || 2 * option->time > w->heights[wave]) return -1;
+  if (2 * option->rows > w->p->capacity + 2 || option->time > w->heights[wave] - option->time)
+    return -1;
   for (int32_t b = w->first_block[wave]; b >= 0 && looked < LOOK; b = w->next_block[b], looked++) {
     const hcp__block *block = &w->blocks->block[b];
     if (block->degree != option->degree || !joins(w, b, option->rows, option->time)) continue;
@@ -405,7 +406,7 @@ void hcp__wave_reset(hcp__waves *w, int32_t wave, int64_t height) {
 static int open_wave(hcp__waves *w, const hcp__kind *kind) {
   if (w->target == 0 || w->count == w->most) return 0;
   const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
-  int64_t height = option->time * (w->p->capacity / option->rows);
+  int64_t height = hcp__scaled(option->time, w->p->capacity / option->rows, 1);
   if (height > w->target) height = w->target;
   if (height < option->time) height = option->time;
   if (w->target == HCP__NO_TARGET) height = w->target;
@@ -480,7 +481,7 @@ static void sweep_dust(hcp__waves *w) {
     if (kind->first < p->limits->ranks) break;
     w->placed = kind->first;
     w->dust_rows += option->rows * kind->count;
-    time += option->time * kind->count;
+    time = hcp__sum(time, hcp__scaled(option->time, kind->count, 1));
   }
   w->dust_pace = w->dust_rows > 0 ? time / w->dust_rows + 1 : 1;
   w->dust_size = dust_size(w);

@@ -50,6 +50,8 @@ int32_t hcp__wave_place(hcp__waves *waves, int32_t wave, int32_t sequence,
 /* Sequences of problem.order from first to before end, in any wave; 0: one did
  * not fit. */
 int32_t hcp__waves_place(hcp__waves *waves, int32_t first, int32_t end);
+/* The height of a wave whose ranks are full of dust. */
+int64_t hcp__dust_height(const hcp__waves *waves);
 /* Waves that stand, and waves that open as needed. */
 void hcp__waves_stand(hcp__waves *waves, int32_t count, int32_t tall_first, const int64_t *heights,
                       hcp__blocks *blocks);

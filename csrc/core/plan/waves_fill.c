@@ -79,12 +79,16 @@ int32_t hcp__waves_rise(hcp__waves *w, int32_t count, const int64_t *heights, co
   return hcp__waves_place(w, w->placed, w->p->n);
 }
 
+int64_t hcp__dust_height(const hcp__waves *w) {
+  return hcp__least(hcp__scaled(w->dust_pace, w->p->capacity, 1), HCP__NO_TARGET - 1);
+}
+
 /* Waves for the dust that the others have no room for. */
 static void open_for_dust(hcp__waves *w) {
   int64_t room = 0;
   for (int32_t wave = 0; wave < w->count; wave++) room += room_in(w, wave, w->heights[wave]);
   while (room < w->dust_rows && w->count < w->most) {
-    hcp__wave_reset(w, w->count++, w->dust_pace * w->p->capacity);
+    hcp__wave_reset(w, w->count++, hcp__dust_height(w));
     room += room_in(w, w->count - 1, w->heights[w->count - 1]);
   }
 }

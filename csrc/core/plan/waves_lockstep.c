@@ -54,7 +54,7 @@ static void sum_up(const lockstep *l, heights *h) {
   h->sum = 0;
   for (int32_t w = 0; w < h->count; w++) {
     if (h->at[w] <= 0) continue;
-    h->sum += h->at[w] + l->s->p->cost->launch;
+    h->sum = hcp__sum(h->sum, h->at[w] + l->s->p->cost->launch);
     h->box[kept] = h->box[w];
     h->at[kept++] = h->at[w];
   }
@@ -66,7 +66,8 @@ static int beats_bound(const lockstep *l, const heights *h) {
   const hcp_limits *limits = l->s->p->limits;
   if (limits->pipeline.stages > 1 || limits->slowness != NULL) return 0;
   int64_t sum = 0, bound = l->s->p->bound;
-  for (int32_t w = 0; w < h->count && sum < bound; w++) sum += h->at[w] + l->s->p->cost->launch;
+  for (int32_t w = 0; w < h->count && sum < bound; w++)
+    sum = hcp__sum(sum, h->at[w] + l->s->p->cost->launch);
   return sum < bound;
 }
 

@@ -53,7 +53,7 @@ static int64_t time_at(const hcp__problem *p, const hcp__blocks *blocks, const h
     if (hcp__load(p, s, degree) > p->capacity) return INT64_MAX;
     int64_t one = hcp__cost(p->cost, hcp__size_at(p, s), degree, p->limits->ranks_per_node);
     if (one < 1) return INT64_MAX;
-    time += one;
+    time = hcp__sum(time, one);
   }
   return time;
 }

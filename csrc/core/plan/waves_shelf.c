@@ -38,7 +38,8 @@ static int32_t list_items(shelves *s, int64_t height) {
   int32_t count = 0;
   for (int32_t i = s->first_left; i < s->w->placed && count < ITEMS; i++) {
     const hcp__option *option = option_of(s, i, height);
-    if (s->done[i] || option->time > height || 2 * option->time <= height) continue;
+    if (s->done[i] || option->time > height || option->time <= height - option->time)
+      continue;
     int64_t work = p->options[p->kinds[p->kind_of[i]].first_option].area_floor;
     s->items[count++] = (item){i, option, work};
   }
@@ -126,7 +127,7 @@ int32_t hcp__waves_shelve(hcp__waves *w, hcp__blocks *blocks) {
   s.done = calloc((size_t)w->p->n + 1, 1);
   s.most = malloc(ranks * sizeof *s.most);
   s.taken = malloc(ITEMS * ranks);
-  hcp__waves_open_as_needed(w, w->dust_pace * w->p->capacity, blocks);
+  hcp__waves_open_as_needed(w, hcp__dust_height(w), blocks);
   int32_t shelved = s.done != NULL && s.most != NULL && s.taken != NULL && shelve(&s);
   free(s.taken);
   free(s.most);
