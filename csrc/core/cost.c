@@ -94,7 +94,7 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
 static int fits(const hcp_cost *cost, hcp__size size, int64_t most) {
   int64_t length = size.length, rows, pairs, own, attention, tokens, exchange, heads, steps;
   links price = far_links(cost);
-  if (cost->tile > HCP__LENGTH_MAX || cost->window > HCP__LENGTH_MAX) return 0;
+  if (cost->tile > HCP__LENGTH_MAX) return 0;
   if (__builtin_mul_overflow(2 * most, cost->tile, &rows) ||
       __builtin_add_overflow(rows, length, &rows) ||
       __builtin_mul_overflow(rows, rows + 1, &pairs) ||

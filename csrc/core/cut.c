@@ -21,6 +21,9 @@
  * rank, and of all together. */
 enum { GOOD = 50, FEWEST_CHUNKS = 4, MOST_CHUNKS = 256, CHUNKS_MAX = 4096 };
 
+/* Looks at a chunk, to deal and to exchange them: more than thousands of ranks take. */
+#define LOOKS ((int64_t)1 << 28)
+
 /* ---- the value ---- */
 
 /* Whether piece i of the chunks goes on where the piece before it, of the same place, ends. */
@@ -50,9 +53,10 @@ hcp__cut *hcp__cut_create(const hcp__chunk *chunks, int32_t count, int32_t degre
     cut->most = first[k + 1] > cut->most ? first[k + 1] : cut->most;
     first[k + 1] += first[k];
   }
-  for (int32_t k = 0, at = 0; k < degree; k++)
-    for (int32_t i = 0; i < cut->count; i++)
-      if (chunk[i].place == k) piece[at++] = (hcp__piece){chunk[i].start, chunk[i].rows};
+  for (int32_t i = 0; i < cut->count; i++)
+    piece[first[chunk[i].place]++] = (hcp__piece){chunk[i].start, chunk[i].rows};
+  for (int32_t k = degree; k > 0; k--) first[k] = first[k - 1]; /* each became the next one */
+  first[0] = 0;
   cut->chunks = chunk;
   cut->pieces = piece;
   cut->first = first;
@@ -253,7 +257,8 @@ static int64_t cut_into(problem *p, int32_t each) {
   equal_chunks(p, each * p->degree);
   measure(p);
   deal(p, each);
-  for (int32_t tries = 4 * p->degree; tries > 0 && exchange(p); tries--) {
+  int64_t looks = LOOKS / p->count / (each + 1);
+  for (int64_t tries = hcp__least(4 * p->degree, looks); tries > 0 && exchange(p); tries--) {
   }
   give_rows(p, each);
   return busiest(p);
@@ -400,7 +405,8 @@ static void take_rows(problem *p, phases *f, int32_t i, int32_t k, int64_t rows)
 }
 
 /* Shares a phase's rows between places: equally, and what is left over one by one to the place
- * with the fewest pairs that has room. */
+ * with the fewest pairs that has room. Every phase leaves less than a row for each place, and
+ * those before it: all places together have room for exactly the rows that there are. */
 static void share_phase(problem *p, phases *f, int32_t i) {
   int64_t left = f->list[i].rows;
   for (int32_t k = 0; k < p->degree; k++) {
@@ -469,7 +475,8 @@ static int try_cuts(problem *p, phases *f, int64_t top, hcp__cut **cut) {
       f->each = 0;
       if (!done || is_good(p, top)) break;
     }
-    if (p->length / p->degree >= each && each * p->degree <= p->room)
+    if (p->length / p->degree >= each && each * p->degree <= p->room &&
+        (int64_t)each * p->degree * p->degree <= LOOKS)
       done = keep_best(p, cut_into(p, each), &top, cut);
   }
   return done;

@@ -133,25 +133,29 @@ def _check_memory(data: Mapping[str, Any], lengths: list[int], batches: Batches)
 def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
     memory = data.get("memory") or {}
     limit, padding = memory.get("limit", 0), max(1, data.get("alignment") or 1) - 1
-    row = memory.get("activation", 0) + memory.get("logit", 0)
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
-            degree, tokens = group["degree"], [lengths[s] for s in group["sequences"]]
-            rows = padding + sum(
-                max(
-                    sum(stop - start for start, stop in _spans(n, degree, j)) for j in range(degree)
+            degree = group["degree"]
+            needed = _bytes_of(memory, padding, 0, degree)
+            for tokens in (lengths[s] for s in group["sequences"]):
+                rows = max(
+                    sum(stop - start for start, stop in _spans(tokens, degree, j))
+                    for j in range(degree)
                 )
-                for n in tokens
-            )
-            buffers = sum(tokens) * memory.get("gathered", 0) + rows * memory.get("attention", 0)
-            chunks = memory.get("head_chunks", 1)
-            needed = rows * row + (-(-buffers // chunks) if degree > 1 else 0)
+                needed += _bytes_of(memory, rows, tokens, degree)
             if 0 < limit < needed:
                 raise HcpError(
                     f"micro_batches[{m}].groups[{g}] needs {needed} bytes on a rank, "
                     f"expected <= {limit}",
                     code="plan-invalid",
                 )
+
+
+def _bytes_of(memory: Mapping[str, int], rows: int, tokens: int, degree: int) -> int:
+    row = memory.get("activation", 0) + memory.get("logit", 0)
+    buffers = rows * memory.get("attention", 0) + tokens * memory.get("gathered", 0)
+    chunks = memory.get("head_chunks", 1)
+    return rows * row + (-(-buffers // chunks) if degree > 1 else 0)
 
 
 def _check_bounds(data: Mapping[str, Any], batches: Batches) -> None:

@@ -15,11 +15,11 @@ from hcp.planning import saved
 class MemoryModel:
     """Bytes that a micro-batch takes on one rank, in addition to what the rank always holds::
 
-        (rows + alignment - 1) * (activation + logit)
-        + (attention * rows + gathered * tokens) / head_chunks
+        rows * (activation + logit) + (attention * rows + gathered * tokens) / head_chunks
 
-    ``rows`` are those of the fullest rank of the group, and ``tokens`` those of its sequences. The
-    second line is 0 for a group of one rank. In a pipeline a stage keeps up to ``pipeline_stages``
+    ``rows`` are those of the fullest rank of the group and ``alignment - 1`` more, which alignment
+    may add. ``tokens`` are those of its sequences. The second term is 0 for a group of one rank,
+    and otherwise rounded up for each sequence and for the rows of alignment. In a pipeline a stage keeps up to ``pipeline_stages``
     micro-batches at once: divide its memory by that.
     """
 

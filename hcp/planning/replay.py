@@ -167,13 +167,15 @@ def replay(plan: Plan, machine: Machine) -> Replay:
 def _check_memory(plan: Plan, memory: MemoryModel) -> None:
     if not memory.limit:
         return
+    alignment = max(1, plan.core.alignment)
     for m, groups in enumerate(plan.micro_batches):
         for group in groups:
             lengths = [plan.lengths[s] for s in group.sequences]
             held = max(
                 sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)
             )
-            needed = memory.bytes(held, sum(lengths), group.degree)
+            padded = -(-held // alignment) * alignment
+            needed = memory.bytes(padded, sum(lengths), group.degree)
             if needed > memory.limit:
                 raise ValueError(
                     f"micro-batch {m} needs {needed:,} bytes on a rank from rank "

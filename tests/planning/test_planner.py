@@ -6,9 +6,13 @@ import contextlib
 import copy
 import itertools
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -112,27 +116,6 @@ def test_every_plan_passes_the_independent_check(request: dict[str, Any]) -> Non
     assert (again.checksum, again.makespan) == (plan.checksum, plan.makespan)
 
 
-def judged(seed: str) -> str:
-    """The outcome of a drawn request: "plan", or the kind of refusal that it deserved."""
-    request = planning.draw(Random(seed))
-    fault = planning.fault(request)
-    try:
-        plan = hcp.plan(**request)
-    except OverflowError:
-        assert planning.may_overflow(request)
-        return "overflow"
-    except ValueError:
-        if fault is None:
-            raise
-        return "refused"
-    assert fault is None, f"there is a plan in spite of {fault}"
-    planning.judge(request, plan)
-    assert hcp.plan(**request).checksum == plan.checksum
-    assert hcp.lower_bound(**request) == plan.bound
-    assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
-    return "plan"
-
-
 @pytest.mark.parametrize(
     "count", [400, pytest.param(60_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
@@ -143,11 +126,51 @@ def test_any_request_gives_a_plan_that_keeps_every_rule_or_is_refused(count: int
     for i in range(count):
         seed = f"{planning.seed()}, request {i}"
         try:
-            came[judged(seed)] += 1
+            came[planning.judged(planning.draw(Random(seed)))] += 1
         except Exception as error:
             error.add_note(f"planning.draw(Random({seed!r})) gives the request")
             raise
     assert came["plan"] > count / 3
+
+
+CHEAP = """
+import sys
+from random import Random
+from support import planning
+for i in range(int(sys.argv[2])):
+    seed = f"{sys.argv[1]}, request {i}"
+    print(f"planning.draw_cheap(Random({seed!r}))", flush=True)
+    planning.judged(planning.draw_cheap(Random(seed)))
+"""
+
+
+def test_requests_that_cost_nothing_are_answered() -> None:
+    """In a process of their own: a search without an end holds the one that it is in."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    arguments = [sys.executable, "-c", CHEAP, str(planning.seed()), "200"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    try:
+        ended = subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, timeout=240
+        )
+    except subprocess.TimeoutExpired as error:
+        drawn = (error.stdout or b"").decode().splitlines()[-1:]
+        pytest.fail(f"no answer to the request {drawn}")
+    assert ended.returncode == 0, ended.stdout[-200:] + ended.stderr
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("launch", [0, 5])
+def test_sequences_without_any_price_take_1_each(sync: Sync, launch: int) -> None:
+    cost = hcp.CostModel(pair=1, token=0, exchange=0, launch=launch)
+    request: dict[str, Any] = {"ranks": 2, "max_tokens_per_rank": 8, "cost": cost, "sync": sync}
+    for given in ({"pairs": [0] * 4}, {"masks": [hcp.Mask(4, [])] * 4}):
+        plan = hcp.plan([4] * 4, **request, **given)
+        hcp.check_plan(plan)
+        assert (plan.makespan, plan.work) == (launch + 2, 4)
+    assert hcp.lower_bound([4] * 4, **request, pairs=[0] * 4, effort=2) <= launch + 2
+    assert cost.time(4, 1, 0, 0) == cost.time(4, 2, 0, 0) == 1
     assert came["refused"] > came["overflow"] > 0
 
 

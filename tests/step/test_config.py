@@ -444,7 +444,7 @@ def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
     config = Config(40, memory=ALL_GATHER)
     message = (
         "lengths[1] is 40: the fullest of 4 ranks would need 140 bytes, expected <= 30 "
-        "(memory.limit, less what alignment may add); use more ranks, a smaller alignment, a comm "
+        "(memory.limit); use more ranks, a smaller alignment, a comm "
         "type that holds fewer keys, more head_chunks, recompute activations and calibrate again"
     )
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
+from dataclasses import replace
 from datetime import date
 from random import Random
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ FULL_SPEED = 65_536
 """Slowness of the fastest rank."""
 COST_BITS = 62
 ROWS_MAX, LENGTH_MAX = 2**31 - 1, 2**40
+PRICES = ("pair", "token", "exchange", "launch", "exchange_far", "all_to_all")
+PRICES += ("all_to_all_far", "step", "window", "tile")
 
 Request = dict[str, Any]
 
@@ -58,6 +61,8 @@ def draw(r: Random) -> Request:
         (_memory, 0.3),
         (_bounds, 0.3),
         (_speeds, 0.3),
+        (_prices, 0.15),
+        (_own_pairs, 0.15),
         (_junk, 0.1),
     ):
         if r.random() < share:
@@ -108,6 +113,32 @@ def _cost(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
         tile=maybe(200),
         overlap=r.randint(0, 1),
     )
+
+
+def _prices(r: Random, request: Request) -> None:
+    """Replace some prices, or all, by nothing or by as much as may fit."""
+    cost: hcp.CostModel = request["cost"]
+    names = [r.choice(PRICES)] if r.random() < 0.5 else [p for p in PRICES if r.random() < 0.8]
+    price = r.choice([0, 0, 2 ** r.randint(20, 62)])
+    if cost.table is None:
+        request["cost"] = replace(cost, **dict.fromkeys(names, price))
+
+
+def _own_pairs(r: Random, request: Request) -> None:
+    """Give sequences pairs of their own, often none."""
+    most = r.choice([0, 0, 1])
+    if request["cost"].table is None:
+        request["pairs"] = [r.randint(0, most * n * n) for n in request["lengths"]]
+
+
+def draw_cheap(r: Random) -> Request:
+    """Draw a request in which much, or everything, may cost nothing."""
+    request = draw(r)
+    if request["cost"].table is None:
+        names = [p for p in PRICES if r.random() < r.choice([0.3, 0.9])]
+        request["cost"] = replace(request["cost"], pair=1, **dict.fromkeys(names, 0))
+        request["pairs"] = [r.choice([0, 0, n]) for n in request["lengths"]]
+    return request
 
 
 def _table(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
@@ -212,6 +243,8 @@ def _bad_list(request: Request) -> str | None:
         return "speeds"
     if not all(1 <= length <= LENGTH_MAX for length in request["lengths"]):
         return "lengths"
+    if any(own > n * n for own, n in zip(request.get("pairs") or [], request["lengths"])):
+        return "pairs"
     for i in range(len(request["lengths"])):
         least, most = _bounds_of(request, i)
         if not 1 <= least <= ranks:
@@ -229,7 +262,7 @@ def _bad_option(request: Request) -> str | None:
     if memory is not None:
         if max(memory.activation, memory.logit, memory.gathered, memory.limit) > 2**50:
             return "memory"
-        if memory.limit > 0 and _bytes_left(request, memory) < 1:
+        if memory.limit > 0 and _bytes_left(request, memory, 1) < 1:
             return "memory.limit"
     cost: hcp.CostModel = request["cost"]
     if max(cost.prices) >= 2**63 or (cost.table is None and cost.pair == cost.token == 0):
@@ -273,10 +306,12 @@ def _capacity(request: Request) -> int:
     return int(rows // alignment * alignment)
 
 
-def _bytes_left(request: Request, memory: hcp.MemoryModel) -> int:
+def _bytes_left(request: Request, memory: hcp.MemoryModel, degree: int) -> int:
     """Return the limit's bytes without those of rows that alignment may add."""
     padding = max(1, request["alignment"]) - 1
-    return memory.limit - padding * (memory.activation + memory.logit)
+    buffers = padding * memory.attention if degree > 1 else 0
+    taken = padding * (memory.activation + memory.logit) + -(-buffers // memory.head_chunks)
+    return memory.limit - taken
 
 
 def fullest(length: int, degree: int) -> int:
@@ -299,15 +334,16 @@ def _holds(request: Request, i: int, length: int, degree: int) -> bool:
         return False
     if memory is None or memory.limit == 0:
         return True
-    return _bytes(memory, length, degree) <= _bytes_left(request, memory)
+    return _bytes(memory, length, degree) <= _bytes_left(request, memory, degree)
 
 
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def time_of(request: Request, length: int, degree: int) -> int:
+def time_of(request: Request, i: int, degree: int) -> int:
     """Return the time of a sequence without launch, by the header's formula or by the table."""
     cost: hcp.CostModel = request["cost"]
+    length, own = request["lengths"][i], request.get("pairs")
     if cost.table is not None:
         row, column = cost.table.lengths.index(length), cost.table.degrees.index(degree)
         return cost.table.times[row * len(cost.table.degrees) + column]
@@ -315,15 +351,15 @@ def time_of(request: Request, length: int, degree: int) -> int:
     exchange = max(cost.exchange, cost.exchange_far) if far else cost.exchange
     heads = max(cost.all_to_all, cost.all_to_all_far) if far else cost.all_to_all
     rows = _tiled(cost, length, degree)
-    attention = cost.pair * _pairs(rows, cost.window)
+    attention = cost.pair * (_pairs(rows, cost.window) if own is None else own[i])
     time = -(-(attention + cost.token * rows) // degree)
     if degree == 1:
-        return time
+        return max(1, time)
     moved = exchange * (length - length // degree)
     if cost.overlap:
         share = -(-attention // degree)
         moved = max(0, moved - (share - share // degree))
-    return time + moved - (-heads * length // degree) + (degree - 1) * cost.step
+    return max(1, time + moved - (-heads * length // degree) + (degree - 1) * cost.step)
 
 
 def _tiled(cost: hcp.CostModel, length: int, degree: int) -> int:
@@ -346,13 +382,37 @@ def may_overflow(request: Request) -> bool:
     if cost.table is not None:
         total = (cost.launch + max(cost.table.times, default=0)) * (1 + len(request["lengths"]))
         return total * request["ranks"] * stages * 2**12 >= 2**COST_BITS
-    most, total = request["ranks"], 0
+    most, total = request["ranks"], cost.pair * sum(request.get("pairs") or [])
     for length in request["lengths"]:
         rows = length + 2 * most * cost.tile
         total += cost.launch + cost.pair * rows * (rows + 1) // 2 + cost.token * rows
         total += length * most * max(cost.exchange, cost.exchange_far)
         total += length * max(cost.all_to_all, cost.all_to_all_far) + most**2 * cost.step
     return total * stages * most * 2**12 >= 2**COST_BITS
+
+
+# ---- the judge of an answer ----------------------------------------------------------------------
+
+
+def judged(request: Request) -> str:
+    """Return what came of a request: "plan", or the kind of refusal that it deserved."""
+    wrong = fault(request)
+    try:
+        plan = hcp.plan(**request)
+    except OverflowError:
+        assert may_overflow(request)
+        return "overflow"
+    except ValueError:
+        if wrong is None:
+            raise
+        return "refused"
+    assert wrong is None, f"there is a plan in spite of {wrong}"
+    judge(request, plan)
+    hcp.check_plan(plan, request["lengths"])
+    assert hcp.plan(**request).checksum == plan.checksum
+    assert hcp.lower_bound(**request) == plan.bound
+    assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
+    return "plan"
 
 
 # ---- the judge -----------------------------------------------------------------------------------
@@ -382,7 +442,7 @@ def judge(request: Request, plan: hcp.Plan) -> None:
     assert 0 <= plan.bound <= plan.makespan
     assert plan.makespan == makespan(request, plan)
     if request["cost"].table is None:
-        assert plan.work == sum(time_of(request, length, 1) for length in lengths)
+        assert plan.work == sum(time_of(request, i, 1) for i in range(len(lengths)))
 
 
 def _judge_group(request: Request, group: hcp.Group) -> None:
@@ -403,7 +463,7 @@ def _judge_group(request: Request, group: hcp.Group) -> None:
         held += fullest(length, group.degree)
         taken += _bytes(memory, length, group.degree) if memory else 0
     assert held <= _capacity(request)
-    assert not memory or memory.limit == 0 or taken <= _bytes_left(request, memory)
+    assert not memory or memory.limit == 0 or taken <= _bytes_left(request, memory, group.degree)
 
 
 def _judge_count(request: Request, plan: hcp.Plan) -> None:
@@ -439,7 +499,7 @@ def _timed(request: Request, groups: tuple[hcp.Group, ...]) -> list[Timed]:
     timed = []
     for first, degree, sequences in groups:
         time = request["cost"].launch
-        time += sum(time_of(request, request["lengths"][s], degree) for s in sequences)
+        time += sum(time_of(request, s, degree) for s in sequences)
         slowest = max(slowness[first : first + degree])
         timed.append(Timed(first, degree, -(-time * slowest // FULL_SPEED)))
     if request["sync"] == "step":

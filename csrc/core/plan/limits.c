@@ -96,12 +96,22 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
   return HCP_OK;
 }
 
-/* Of the rows that alignment may add; INT64_MAX where that does not fit. */
-static int64_t padding_bytes(const hcp_limits *limits) {
-  int64_t rows = limits->alignment > 1 ? limits->alignment - 1 : 0, bytes;
-  return __builtin_mul_overflow(rows, limits->memory.activation + limits->memory.logit, &bytes)
-             ? INT64_MAX
-             : bytes;
+/* Of rows of a rank, and of tokens that it gathers; INT64_MAX where that does not fit. */
+static int64_t bytes_of(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree) {
+  int64_t shared = degree > 1, local, gathered, own;
+  int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
+  if (__builtin_mul_overflow(rows, memory->activation + memory->logit, &local) ||
+      __builtin_mul_overflow(shared * tokens, memory->gathered, &gathered) ||
+      __builtin_mul_overflow(shared * rows, memory->attention, &own) ||
+      __builtin_add_overflow(gathered, own, &gathered) ||
+      __builtin_add_overflow(local, gathered / chunks + (gathered % chunks != 0), &local))
+    return INT64_MAX;
+  return local;
+}
+
+/* Of the rows that alignment may add. Attention computes them as one more sequence. */
+static int64_t padding_bytes(const hcp_limits *limits, int32_t degree) {
+  return bytes_of(&limits->memory, limits->alignment > 1 ? limits->alignment - 1 : 0, 0, degree);
 }
 
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
@@ -112,11 +122,11 @@ static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
                      (long long)limits->field);
   HCP_MEMORY_LIMITS(CHECK_BYTES, memory.)
 #undef CHECK_BYTES
-  if (memory->limit > 0 && hcp__bytes_limit(limits) < 1)
+  if (memory->limit > 0 && hcp__bytes_limit(limits, 1) < 1)
     return hcp__fail(err, HCP_INVALID,
                      "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
                      "that alignment may add",
-                     (long long)memory->limit, (long long)padding_bytes(limits),
+                     (long long)memory->limit, (long long)padding_bytes(limits, 1),
                      limits->alignment - 1);
   return HCP_OK;
 }
@@ -194,19 +204,12 @@ int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t
 /* ---- bytes ---- */
 
 int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
-  int64_t rows = hcp_rows_max(length, degree), shared = degree > 1, local, gathered, own;
-  int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
-  if (__builtin_mul_overflow(rows, memory->activation + memory->logit, &local) ||
-      __builtin_mul_overflow(shared * length, memory->gathered, &gathered) ||
-      __builtin_mul_overflow(shared * rows, memory->attention, &own) ||
-      __builtin_add_overflow(gathered, own, &gathered) ||
-      __builtin_add_overflow(local, gathered / chunks + (gathered % chunks != 0), &local))
-    return INT64_MAX;
-  return local;
+  return bytes_of(memory, hcp_rows_max(length, degree), length, degree);
 }
 
-int64_t hcp__bytes_limit(const hcp_limits *limits) {
-  return limits->memory.limit == 0 ? 0 : limits->memory.limit - padding_bytes(limits);
+int64_t hcp__bytes_limit(const hcp_limits *limits, int32_t degree) {
+  return limits->memory.limit == 0 ? INT64_MAX
+                                   : limits->memory.limit - padding_bytes(limits, degree);
 }
 
 /* ---- speed ---- */

@@ -91,11 +91,13 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
                      "groups[%d] puts up to %lld rows on a rank, expected <= %lld "
                      "(max_tokens_per_rank)",
                      g, (long long)rows, (long long)p->capacity);
-  if (bytes > hcp__bytes_limit(p->limits))
+  int64_t limit = hcp__bytes_limit(p->limits, group->degree);
+  if (bytes > limit)
     return hcp__fail(err, HCP_INVALID,
-                     "groups[%d] needs up to %lld bytes on a rank, expected <= %lld (memory.limit, "
-                     "less what alignment may add)",
-                     g, (long long)bytes, (long long)hcp__bytes_limit(p->limits));
+                     "groups[%d] needs up to %lld bytes on a rank, what alignment may add included, "
+                     "expected <= %lld (memory.limit)",
+                     g, (long long)hcp__sum(p->limits->memory.limit - limit, bytes),
+                     (long long)p->limits->memory.limit);
   return HCP_OK;
 }
 

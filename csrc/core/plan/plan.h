@@ -76,8 +76,9 @@ int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t
 
 /* Bytes of a sequence on the fullest of degree ranks. */
 int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree);
-/* Bytes that sequences may take together; 0: any. */
-int64_t hcp__bytes_limit(const hcp_limits *limits);
+/* Bytes that sequences may take together on such ranks, less what alignment may add; INT64_MAX:
+ * any. */
+int64_t hcp__bytes_limit(const hcp_limits *limits, int32_t degree);
 
 /* The largest slowness of ranks [first_rank, first_rank + degree). */
 int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree);

@@ -13,9 +13,9 @@ enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32 };
 
 int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
   int64_t length = p->lengths[sequence], rows = hcp_rows_max(length, degree);
-  int64_t limit = hcp__bytes_limit(p->limits);
   if (!hcp__sequence_allows(p->limits, sequence, degree)) return HCP__NO_LOAD;
-  if (limit == 0) return rows;
+  if (p->limits->memory.limit == 0) return rows;
+  int64_t limit = hcp__bytes_limit(p->limits, degree);
   int64_t bytes = hcp__bytes(&p->limits->memory, length, degree);
   if (bytes > limit) return HCP__NO_LOAD;
   int64_t load = hcp__scaled(bytes, p->capacity, limit);
@@ -237,12 +237,13 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
                                       hcp_error *err) {
   const hcp_limits *limits = p->limits;
   int32_t sequence = p->order[kind->first], leanest = 0;
-  int64_t needed = INT64_MAX; /* bytes; more ranks need not take fewer, since they gather keys */
+  int64_t needed = 0; /* bytes; more ranks need not take fewer, since they gather keys */
   for (int32_t d = limits->min_degree; d <= limits->max_degree; d++) {
     if (!hcp__degree_allowed(limits, p->cost, d) || !hcp__sequence_allows(limits, sequence, d) ||
         hcp_rows_max(kind->size.length, d) > p->capacity)
       continue;
-    int64_t bytes = hcp__bytes(&limits->memory, kind->size.length, d);
+    int64_t padding = limits->memory.limit - hcp__bytes_limit(limits, d);
+    int64_t bytes = hcp__sum(padding, hcp__bytes(&limits->memory, kind->size.length, d));
     if (leanest == 0 || bytes < needed) leanest = d, needed = bytes;
   }
   if (leanest == 0)
@@ -251,12 +252,12 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
                      "permit holds it, expected one; widen them",
                      sequence, (long long)kind->size.length, sequence, sequence);
   return hcp__fail(err, HCP_INFEASIBLE,
-                   "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes, expected "
-                   "<= %lld (memory.limit%s); use more ranks%s%s, recompute activations and "
-                   "calibrate again, or split the sequence",
+                   "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes%s, expected "
+                   "<= %lld (memory.limit); use more ranks%s%s, recompute activations and calibrate "
+                   "again, or split the sequence",
                    sequence, (long long)kind->size.length, leanest, (long long)needed,
-                   (long long)hcp__bytes_limit(limits),
-                   limits->alignment > 1 ? ", less what alignment may add" : "",
+                   limits->alignment > 1 ? " with what alignment may add" : "",
+                   (long long)limits->memory.limit,
                    limits->alignment > 1 ? ", a smaller alignment" : "",
                    smaller_buffers(&limits->memory));
 }

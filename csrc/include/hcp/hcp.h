@@ -116,7 +116,8 @@ typedef struct hcp_cost {
  * overlap only what attention does not hide of the exchange counts: beyond
  * ceil(attention / d) * (d - 1) / d.
  *
- * pairs, where it is not negative, are the sequence's own, in place of the window's.
+ * pairs, where it is not negative, are the sequence's own, in place of the window's. What has no
+ * price takes 1.
  *
  * HCP_OVERFLOW when that does not fit in 62 bits. length >= 1, degree >= 1. */
 hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int64_t pairs, int32_t degree,
@@ -213,12 +214,11 @@ typedef struct hcp_pipeline {
 /* Bytes that a micro-batch takes on a rank, in addition to what the rank always
  * holds:
  *
- *   (rows + alignment - 1) * (activation + logit)
- *   + (attention * rows + gathered * tokens) / head_chunks
+ *   rows * (activation + logit) + (attention * rows + gathered * tokens) / head_chunks
  *
- * where rows are those of the fullest rank, sequence by sequence, and tokens those of the
- * group's sequences. The second line counts when its degree is more than 1, rounded up for
- * each sequence. */
+ * where rows are those of the fullest rank, sequence by sequence, and alignment - 1 more;
+ * tokens are those of the group's sequences. The second term counts when its degree is more
+ * than 1, rounded up for each sequence and for the rows of alignment. */
 typedef struct hcp_memory {
   HCP_MEMORY_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_memory;
