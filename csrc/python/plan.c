@@ -1,5 +1,6 @@
 /* plan.c - Plan: an immutable value, and the tables that follow from it. */
 #include <string.h>
+#include <time.h>
 
 #include "request.h"
 
@@ -52,6 +53,35 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
   return object;
 }
 
+/* ---- Ctrl-C in a search, which holds no GIL ---- */
+
+enum { LOOKS_A_SECOND = 10 };
+
+typedef struct watch {
+  PyThreadState *state;
+  double looked; /* seconds */
+  int32_t stopped;
+} watch;
+
+static double seconds(void) {
+  struct timespec now;
+  timespec_get(&now, TIME_UTC);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Whether a signal's handler has raised: its exception stays. Handlers run on the main thread
+ * alone. Few looks, as other threads may keep the GIL for a while. */
+static int32_t stopped(void *context) {
+  watch *w = context;
+  double now = seconds(), since = now - w->looked;
+  if (w->stopped || (since >= 0 && since < 1.0 / LOOKS_A_SECOND)) return w->stopped;
+  w->looked = now;
+  PyEval_RestoreThread(w->state);
+  w->stopped = PyErr_CheckSignals() < 0;
+  w->state = PyEval_SaveThread();
+  return w->stopped;
+}
+
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
   PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs, *effort_object;
@@ -64,11 +94,15 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  hcp_status status;
-  Py_BEGIN_ALLOW_THREADS;
-  status = hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &plan, &err);
-  Py_END_ALLOW_THREADS;
+  watch w = {.looked = seconds()};
+  hcp_stop stop = {stopped, &w};
+  w.state = PyEval_SaveThread();
+  hcp_status status =
+      hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &stop, &plan, &err);
+  PyEval_RestoreThread(w.state);
   hcp_py_request_release(&r);
+  if (w.stopped) hcp_plan_destroy(plan);
+  if (w.stopped) return NULL;
   return status == HCP_OK ? wrap(module, plan) : hcp_py_raise(&err);
 }
 
@@ -85,9 +119,14 @@ static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) 
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  hcp_status status =
-      hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &bound, &work, &err);
+  watch w = {.looked = seconds()};
+  hcp_stop stop = {stopped, &w};
+  w.state = PyEval_SaveThread();
+  hcp_status status = hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &stop,
+                                     &bound, &work, &err);
+  PyEval_RestoreThread(w.state);
   hcp_py_request_release(&r);
+  if (w.stopped) return NULL;
   return status == HCP_OK ? Py_BuildValue("LL", (long long)bound, (long long)work)
                           : hcp_py_raise(&err);
 }
@@ -209,7 +248,11 @@ static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
     filled = mask != NULL && fill_masks(&masks[m], mask, plan->n) == 0;
     Py_XDECREF(mask);
   }
-  if (filled) status = hcp_plan_set_masks(plan, masks, (int32_t)count, &err);
+  if (filled) {
+    Py_BEGIN_ALLOW_THREADS;
+    status = hcp_plan_set_masks(plan, masks, (int32_t)count, &err);
+    Py_END_ALLOW_THREADS;
+  }
   free_masks(masks, count);
   if (!filled) return NULL;
   return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);

@@ -70,7 +70,7 @@ static inline draw_case draw_request(int32_t max_ranks) {
 static inline hcp_plan *draw_plan(int32_t max_ranks) {
   hcp_plan *plan = NULL;
   draw_case c = draw_request(max_ranks);
-  if (hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, &plan, NULL) != HCP_OK) abort();
+  if (hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, NULL, &plan, NULL) != HCP_OK) abort();
   return plan;
 }
 

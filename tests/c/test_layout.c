@@ -47,7 +47,7 @@ static hcp_plan *draw_aligned_plan(void) {
   draw_case c = draw_request(9);
   c.limits.alignment = draw(2, 9);
   c.limits.max_tokens_per_rank += 2 * c.limits.alignment; /* room for what was drawn */
-  CHECK_INT(hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, NULL, &plan, NULL), HCP_OK);
   return plan;
 }
 
@@ -101,9 +101,9 @@ static void bad_places_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_layout *layout = NULL;
   hcp_error err;
-  CHECK_INT(
-      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
+                            NULL),
+            HCP_OK);
   CHECK_INT(hcp_layout_create(plan, 1, 0, &layout, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "micro_batch is 1, expected >= 0 and < 1 (the plan's micro-batches)");
   CHECK_INT(hcp_layout_create(plan, 0, -1, &layout, &err), HCP_INVALID);

@@ -191,9 +191,9 @@ static void bad_masks_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
   hcp_error err;
-  CHECK_INT(
-      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
+                            NULL),
+            HCP_OK);
   uint64_t before = plan->checksum;
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "masks[0] has queries 0 to 9 and keys 0 to 10 of sequence 0, expected");

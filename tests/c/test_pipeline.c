@@ -126,7 +126,7 @@ static void every_drawn_plan_keeps_its_multiple_and_its_bound(void) {
     c.limits.pipeline.virtual_stages = draw(1, 3);
     hcp_plan *plan = NULL, *again = NULL;
     hcp_error err = {HCP_OK, ""};
-    hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, &plan, &err);
+    hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, NULL, &plan, &err);
     CHECK_TEXT(err.message, "");
     if (plan == NULL) continue;
     CHECK(c.limits.pipeline.virtual_stages == 1 ||

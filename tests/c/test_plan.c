@@ -49,8 +49,8 @@ static void no_sharper_bound_is_above_a_drawn_plan(void) {
   for (int32_t i = 0; i < 300; i++) {
     hcp_plan *plan = draw_plan(13);
     int64_t bound = 0, work = 0;
-    hcp_status status =
-        hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, 2, &bound, &work, NULL);
+    hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, 2, NULL,
+                                       &bound, &work, NULL);
     CHECK_INT(status, HCP_OK);
     CHECK(plan->bound <= bound && bound <= plan->makespan);
     CHECK_INT(work, plan->work);
@@ -63,7 +63,7 @@ static void a_costly_exchange_keeps_degrees_least(void) {
   const hcp_limits limits = draw_limits(8, 1, 8, 1024);
   const hcp_cost cost = {.pair = 1, .exchange = (int64_t)1 << 38};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, 4, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, 4, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   for (int32_t g = 0; g < plan->group_count; g++) {
     const hcp_group *group = &plan->groups[g];
     for (int32_t s = 0; s < group->sequences; s++) {
@@ -84,7 +84,7 @@ static void chunky_short_sequences_in_lockstep_end_near_the_bound(void) {
   limits.sync = HCP_SYNC_MICRO_BATCH;
   const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   CHECK(plan->makespan <= plan->bound + plan->bound / 70);
   hcp_plan_destroy(plan);
 }
@@ -100,7 +100,7 @@ static void few_long_sequences_end_near_the_bound(void) {
   const hcp_limits limits = draw_limits(32, 1, 32, 8192);
   const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   CHECK(plan->makespan <= plan->bound + plan->bound / 70);
   hcp_plan_destroy(plan);
 }
@@ -117,7 +117,7 @@ static void few_sequences_in_lockstep_are_polished(void) {
   limits.sync = HCP_SYNC_MICRO_BATCH;
   const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   CHECK(plan->makespan <= plan->bound + plan->bound / 9);
   hcp_plan_destroy(plan);
 }
@@ -129,17 +129,18 @@ static void bad_requests_are_refused_with_their_values(void) {
   hcp_error err;
   const hcp_limits none = draw_limits(0, 1, 1, 8), over = draw_limits(2, 1, 3, 8);
   const hcp_limits small = draw_limits(2, 1, 2, 8);
-  CHECK_INT(hcp_plan_create(lengths, 2, &none, &cost, 1, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &none, &cost, 1, NULL, &plan, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "ranks is 0, expected >= 1");
-  CHECK_INT(hcp_plan_create(lengths, 2, &over, &cost, 1, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &over, &cost, 1, NULL, &plan, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "max_degree is 3, expected min_degree (1) to ranks (2)");
-  CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, 1, &plan, &err), HCP_INFEASIBLE);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, 1, NULL, &plan, &err), HCP_INFEASIBLE);
   CHECK_TEXT(err.message, "lengths[1] is 17");
-  CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, 1, &plan, &err), HCP_INVALID);
-  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){.launch = 1}, 1, &plan, NULL),
+  CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, 1, NULL, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){.launch = 1}, 1, NULL, &plan, NULL),
             HCP_INVALID);
-  CHECK_INT(hcp_plan_create(lengths, 1, &small, &(hcp_cost){.pair = INT64_MAX}, 1, &plan, &err),
-            HCP_OVERFLOW);
+  CHECK_INT(
+      hcp_plan_create(lengths, 1, &small, &(hcp_cost){.pair = INT64_MAX}, 1, NULL, &plan, &err),
+      HCP_OVERFLOW);
   CHECK(plan == untouched);
   CHECK_INT(err.status, HCP_OVERFLOW);
 }
@@ -178,7 +179,7 @@ static void a_sequence_that_fits_nowhere_opens_the_last_rank(void) {
   limits.sync = HCP_SYNC_MICRO_BATCH;
   const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1 << 20};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, 3, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, 3, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   CHECK_INT(plan->micro_batch_count, 3);
   hcp_plan_destroy(plan);
 }

@@ -201,9 +201,9 @@ static void bad_routes_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_table *route = NULL;
   hcp_error err;
-  CHECK_INT(
-      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
+                            NULL),
+            HCP_OK);
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 1, 0, &route, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "sources[0] is 2, expected 0 to 1");
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 2, 0, &route, &err), HCP_INVALID);

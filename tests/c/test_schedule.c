@@ -616,9 +616,9 @@ static void bad_requests_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
   hcp_error err;
-  CHECK_INT(
-      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
+                            NULL),
+            HCP_OK);
   CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "comm_type is 4, expected 0 to 3");

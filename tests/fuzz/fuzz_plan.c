@@ -208,7 +208,7 @@ static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n)
 static void judge_bound(const hcp_plan *plan, int32_t effort) {
   int64_t bound, work;
   hcp_error err;
-  hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, effort,
+  hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, effort, NULL,
                                      &bound, &work, &err);
   expect(status == HCP_OK, status == HCP_OK ? "" : err.message);
   expect(bound >= plan->bound && bound <= plan->makespan, "a plan beats the bound of more effort");
@@ -245,9 +245,9 @@ static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   take_lists(&b, &limits, n, &arrays);
   cost.pairs = take_pairs(&b, lengths, n, pairs);
   int32_t effort = take(&b, 0, 15) ? 1 : 2;
-  hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, &plan, &err);
+  hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &plan, &err);
   if (status == HCP_OK) {
-    expect(hcp_plan_create(lengths, n, &limits, &cost, 1, &again, &err) == HCP_OK, "a second time");
+    expect(hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &again, &err) == HCP_OK, "a second time");
     judge(plan, again);
     judge_bound(plan, effort);
   } else {

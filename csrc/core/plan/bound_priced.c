@@ -459,7 +459,8 @@ static void step(priced *o, int32_t i) {
     o->knots[n] = (int64_t)((price < DEAREST ? price : DEAREST) * ONE);
   }
   set_prices(o);
-  for (int32_t n = i % PARTS; n < o->height_count; n += PARTS) add_batch(o, o->heights[n]);
+  for (int32_t n = i % PARTS; n < o->height_count && !hcp__stopped(o->p); n += PARTS)
+    add_batch(o, o->heights[n]);
 }
 
 /* ---- proof ---- */
@@ -485,9 +486,9 @@ static int64_t prove(priced *o, const height *edges, int32_t count) {
   o->proof_count = count;
   for (int32_t i = 0; i < count; i++) {
     o->proof[i] = edges[i];
-    o->proof[i].worth = worth_of(o, edges[i].at);
+    o->proof[i].worth = hcp__stopped(o->p) ? 0 : worth_of(o, edges[i].at);
   }
-  for (int32_t i = 0; i < SPLITS; i++) {
+  for (int32_t i = 0; i < SPLITS && !hcp__stopped(o->p); i++) {
     height *h = &o->proof[deciding(o)];
     if (h->at - h->low <= h->low >> 11) break;
     int64_t middle = h->low + (h->at - h->low) / 2;
@@ -555,7 +556,7 @@ static int64_t search(priced *o, int32_t effort) {
   make_heights(o);
   for (int32_t n = 0; n < KNOTS; n++) o->knots[n] = ONE;
   set_prices(o);
-  for (int32_t turn = 0; turn < TURNS * effort && count > 0; turn++) {
+  for (int32_t turn = 0; turn < TURNS * effort && count > 0 && !hcp__stopped(o->p); turn++) {
     for (int32_t i = 0; i < STEPS && turn > 0; i++) step(o, i);
     int64_t bound = prove(o, edges, count);
     if (bound > best) best = bound;
@@ -620,7 +621,8 @@ hcp_status hcp__priced_bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   o->bound = p->bound >> o->scale;
   if (!make_times(o) || !make_areas(o)) goto done;
   int64_t bound = search(o, effort - 1);
-  if (bound << o->scale > p->bound) p->bound = bound << o->scale;
+  status = hcp__go_on(p, err);
+  if (status == HCP_OK && bound << o->scale > p->bound) p->bound = bound << o->scale;
   goto done;
 no_memory:
   status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);

@@ -35,6 +35,7 @@ static hcp_status try_degree(const hcp__problem *p, int32_t degree, int32_t effo
   hcp_status status = hcp__problem_init(&forced, p->lengths, p->n, &limits, p->cost, &refused);
   if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
   if (status != HCP_OK) return HCP_OK;
+  forced.stop = p->stop;
   if (forced.least / limits.ranks < *least || limits.slowness != NULL) {
     status = hcp__bound(&forced, 1, err);
     if (status == HCP_OK && forced.bound < *least)

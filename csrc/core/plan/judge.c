@@ -72,7 +72,8 @@ static void keep(search *s, int64_t makespan) {
 
 hcp_status hcp__search_judge(search *s, hcp_error *err) {
   int64_t makespan;
-  hcp_status status = hcp__makespan(&s->draft, s->p, &makespan, err);
+  hcp_status status = hcp__go_on(s->p, err);
+  if (status == HCP_OK) status = hcp__makespan(&s->draft, s->p, &makespan, err);
   if (status == HCP_OK) keep(s, makespan);
   return status;
 }

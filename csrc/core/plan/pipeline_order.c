@@ -137,8 +137,10 @@ typedef struct ordering {
 
 static hcp_status judge(ordering *o, hcp_error *err) {
   int64_t makespan;
-  hcp_status status =
-      hcp__pipeline_simulate(&o->passes, o->draft, o->p, o->times, o->latest, &makespan, err);
+  hcp_status status = hcp__go_on(o->p, err);
+  if (status == HCP_OK)
+    status =
+        hcp__pipeline_simulate(&o->passes, o->draft, o->p, o->times, o->latest, &makespan, err);
   o->budget -= o->visits;
   if (status != HCP_OK || makespan >= o->makespan) return status;
   o->makespan = makespan;

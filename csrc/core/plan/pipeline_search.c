@@ -96,7 +96,8 @@ static hcp_status best_ramps(search *s, int32_t count, shape *best, hcp_error *e
   best->predicted = INT64_MAX;
   for (int32_t i = 0; i < RAMPS * RAMPS; i++) {
     shape x = {.count = count, .front = ramps[i / RAMPS], .back = ramps[i % RAMPS]};
-    hcp_status status = predict(s, &x, err);
+    hcp_status status = hcp__go_on(s->p, err);
+    if (status == HCP_OK) status = predict(s, &x, err);
     if (status != HCP_OK) return status;
     if (x.predicted < best->predicted) *best = x;
   }

@@ -93,11 +93,12 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
                      g, (long long)rows, (long long)p->capacity);
   int64_t limit = hcp__bytes_limit(p->limits, group->degree);
   if (bytes > limit)
-    return hcp__fail(err, HCP_INVALID,
-                     "groups[%d] needs up to %lld bytes on a rank, what alignment may add included, "
-                     "expected <= %lld (memory.limit)",
-                     g, (long long)hcp__sum(p->limits->memory.limit - limit, bytes),
-                     (long long)p->limits->memory.limit);
+    return hcp__fail(
+        err, HCP_INVALID,
+        "groups[%d] needs up to %lld bytes on a rank, what alignment may add included, "
+        "expected <= %lld (memory.limit)",
+        g, (long long)hcp__sum(p->limits->memory.limit - limit, bytes),
+        (long long)p->limits->memory.limit);
   return HCP_OK;
 }
 
@@ -317,8 +318,8 @@ static hcp_status check_effort(int32_t effort, hcp_error *err) {
 
 /* What every call that takes a request begins with: its checks, the problem and its bound. */
 static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t effort, hcp__problem *problem,
-                          hcp_error *err) {
+                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                          hcp__problem *problem, hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
   hcp_status status = hcp__domain_check(limits, err);
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
@@ -327,6 +328,7 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (status == HCP_OK) status = check_pairs(lengths, n, cost, err);
   if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
+  problem->stop = stop;
   status = hcp__bound(problem, 1, err);
   int64_t usual = problem->bound;
   if (status == HCP_OK && effort > 1) status = hcp__bound(problem, effort, err);
@@ -336,11 +338,12 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
 }
 
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                           const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err) {
+                           const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                           hcp_plan **plan, hcp_error *err) {
   hcp__problem problem;
   hcp__draft draft;
   hcp_status status = check_effort(effort, err);
-  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, 1, &problem, err);
+  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, 1, stop, &problem, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&draft, n, err);
   if (status != HCP_OK) goto fail_draft;
@@ -355,11 +358,11 @@ fail_draft:
 }
 
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t effort, int64_t *bound, int64_t *work,
-                          hcp_error *err) {
+                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                          int64_t *bound, int64_t *work, hcp_error *err) {
   hcp__problem problem;
   hcp_status status = check_effort(effort, err);
-  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, effort, &problem, err);
+  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, effort, stop, &problem, err);
   if (status != HCP_OK) return status;
   *bound = problem.bound;
   *work = problem.work;
@@ -373,7 +376,7 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
                                 int32_t group_count, const int32_t *sequences, hcp_plan **plan,
                                 hcp_error *err) {
   hcp__problem problem;
-  hcp_status status = prepare(lengths, n, limits, cost, 1, &problem, err);
+  hcp_status status = prepare(lengths, n, limits, cost, 1, NULL, &problem, err);
   if (status != HCP_OK) return status;
   /* The draft is only read from here on. */
   hcp__draft draft = {micro_batch_count, (hcp_micro_batch *)(uintptr_t)micro_batches, group_count,

@@ -128,7 +128,17 @@ typedef struct hcp__problem {
   int64_t work;  /* area of all sequences, each on one rank                 */
   int64_t least; /* the same, each at the least of its allowed degrees      */
   int64_t bound; /* 0 until hcp__bound                                      */
+  const hcp_stop *stop; /* NULL: nobody ends the search                     */
 } hcp__problem;
+
+/* Asked by every loop that may take long: what it has found so far is not used then. */
+static inline int hcp__stopped(const hcp__problem *p) {
+  return p->stop != NULL && p->stop->stopped(p->stop->context) != 0;
+}
+static inline hcp_status hcp__go_on(const hcp__problem *p, hcp_error *err) {
+  return hcp__stopped(p) ? hcp__fail(err, HCP_CALLBACK, "the caller has stopped the search")
+                         : HCP_OK;
+}
 
 static inline hcp__size hcp__size_at(const hcp__problem *p, int32_t sequence) {
   return hcp__size_of(p->cost, p->lengths, sequence);

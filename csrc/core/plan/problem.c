@@ -251,15 +251,14 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
                      "lengths[%d] is %lld: no degree that min_degrees[%d] and max_degrees[%d] "
                      "permit holds it, expected one; widen them",
                      sequence, (long long)kind->size.length, sequence, sequence);
-  return hcp__fail(err, HCP_INFEASIBLE,
-                   "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes%s, expected "
-                   "<= %lld (memory.limit); use more ranks%s%s, recompute activations and calibrate "
-                   "again, or split the sequence",
-                   sequence, (long long)kind->size.length, leanest, (long long)needed,
-                   limits->alignment > 1 ? " with what alignment may add" : "",
-                   (long long)limits->memory.limit,
-                   limits->alignment > 1 ? ", a smaller alignment" : "",
-                   smaller_buffers(&limits->memory));
+  return hcp__fail(
+      err, HCP_INFEASIBLE,
+      "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes%s, expected "
+      "<= %lld (memory.limit); use more ranks%s%s, recompute activations and calibrate "
+      "again, or split the sequence",
+      sequence, (long long)kind->size.length, leanest, (long long)needed,
+      limits->alignment > 1 ? " with what alignment may add" : "", (long long)limits->memory.limit,
+      limits->alignment > 1 ? ", a smaller alignment" : "", smaller_buffers(&limits->memory));
 }
 
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {

@@ -73,7 +73,7 @@ static int beats_bound(const lockstep *l, const heights *h) {
 
 static int holds(lockstep *l, heights *h) {
   if (beats_bound(l, h)) return 0;
-  l->budget--;
+  l->budget = hcp__stopped(l->s->p) ? 0 : l->budget - 1;
   memcpy(h->box, h->at, (size_t)h->count * sizeof *h->box);
   if (!hcp__waves_hold(l->waves, h->count, h->box, h->at)) return 0;
   sum_up(l, h);

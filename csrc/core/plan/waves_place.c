@@ -72,6 +72,7 @@ typedef struct degrees {
 
 /* Whether the groups still stand beside each other when one has another degree. */
 static int fits(const hcp__problem *p, const degrees *all, int32_t from, int32_t to) {
+  if (hcp__node_ranks(p->limits) == p->limits->ranks) return 1; /* `most` counts its ranks */
   all->counts[from]--;
   all->counts[to]++;
   int32_t stand = hcp__stand_together(p->limits, all->counts, all->room);
@@ -191,6 +192,8 @@ hcp_status hcp__place_waves(const hcp__problem *p, hcp__blocks *blocks, int32_t 
          i + count < blocks->count && order[i + count]->micro_batch == order[i]->micro_batch;)
       count++;
     wave w = {order + i, count};
+    status = hcp__go_on(p, err);
+    if (status != HCP_OK) break;
     widen(p, blocks, &w, &all);
     qsort(w.blocks, (size_t)count, sizeof *w.blocks, widest_first);
     *placed = place_wave(p, &at, &w);

@@ -400,7 +400,7 @@ hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int
   if (status == HCP_OK) {
     load(&o, from);
     if (is_pipeline(&o)) o.makespan = pipeline_time(&o);
-    while (o.looks > 0)
+    while (o.looks > 0 && !hcp__stopped(p))
       if (is_pipeline(&o) && draw(&o, ORDERS) == 0)
         step_in_order(&o);
       else

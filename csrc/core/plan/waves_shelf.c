@@ -38,8 +38,7 @@ static int32_t list_items(shelves *s, int64_t height) {
   int32_t count = 0;
   for (int32_t i = s->first_left; i < s->w->placed && count < ITEMS; i++) {
     const hcp__option *option = option_of(s, i, height);
-    if (s->done[i] || option->time > height || option->time <= height - option->time)
-      continue;
+    if (s->done[i] || option->time > height || option->time <= height - option->time) continue;
     int64_t work = p->options[p->kinds[p->kind_of[i]].first_option].area_floor;
     s->items[count++] = (item){i, option, work};
   }

@@ -306,22 +306,31 @@ int64_t hcp_rows_max(int64_t length, int32_t degree);
 hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
                              int64_t *makespan, hcp_error *err);
 
+/* How a caller ends a search before its end, which effort alone decides otherwise. stopped is asked
+ * many times a second, on the thread of the call; once it has returned anything but 0 it has to
+ * stay so, and the call ends with HCP_CALLBACK. */
+typedef struct hcp_stop {
+  int32_t (*stopped)(void *context);
+  void *context;
+} hcp_stop;
+
 /* Assign n sequences to ranks.
  *
  * The same lengths, limits, cost and effort give the same plan on every rank and
  * every machine: only integer arithmetic decides, effort is counted in attempts
  * and never in time, and ties go to the lower index. effort is 1 for the usual
  * search, more for a longer one. HCP_INFEASIBLE names the sequence that no
- * allowed degree can hold. n may be 0. On success the caller owns *plan. */
+ * allowed degree can hold. n may be 0, stop may be NULL. On success the caller owns *plan. */
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                           const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err);
+                           const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                           hcp_plan **plan, hcp_error *err);
 
 /* Find a time that no plan beats, and the least rank-time that the sequences need. effort
  * is 1 for the bound of plans; under HCP_SYNC_MICRO_BATCH more looks for a sharper one, in
- * seconds. */
+ * seconds. stop may be NULL. */
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t effort, int64_t *bound, int64_t *work,
-                          hcp_error *err);
+                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                          int64_t *bound, int64_t *work, hcp_error *err);
 
 /* Make a plan of groups that somebody else chose, checked against every rule that
  * hcp_plan_create keeps: each sequence once, intervals inside the domain,
