@@ -103,6 +103,11 @@ int32_t hcp__whole_nodes(const hcp_plan *plan, const hcp_group *group) {
 
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err) {
+  if (plan->micro_batch_count == 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "micro_batch is %d, expected none: the plan of no sequences has no "
+                     "micro-batches",
+                     micro_batch);
   if (micro_batch < 0 || micro_batch >= plan->micro_batch_count)
     return hcp__fail(err, HCP_INVALID,
                      "micro_batch is %d, expected >= 0 and < %d (the plan's micro-batches)",

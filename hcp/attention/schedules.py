@@ -185,11 +185,11 @@ def _head_chunks(layout: Layout) -> int:
     memory, degree = layout.plan.memory, layout.degree
     if memory.head_chunks == 1 or degree < 2:
         return 1
-    rows = (
-        sum(rows_held(length, degree, j) for length in layout.lengths) + padding
+    rows, padding = max(
+        (sum(rows_held(length, degree, j) for length in layout.lengths) + padding, padding)
         for j, padding in enumerate(layout.paddings)
     )
-    return memory.chunks_for(max(rows), sum(layout.lengths), degree)
+    return memory.chunks_for(rows, sum(layout.lengths) + padding, degree)
 
 
 def _head_count(rows: Tensor) -> int:

@@ -27,8 +27,16 @@ def read_lengths(source: str, field: str | None = None) -> list[int]:
     """Return the lengths that a file tells, in tokens.
 
     ``field``: that of a record in JSON lines or Parquet; by default the first of FIELDS that it
-    has. Raises ValueError with the file and the place if it cannot be read so.
+    has. Raises ValueError with the file and the place if it cannot be read so, and for a file of no
+    lengths.
     """
+    lengths = _read(source, field)
+    if not lengths:
+        raise ValueError(f"{source} has no lengths, expected some")
+    return lengths
+
+
+def _read(source: str, field: str | None) -> list[int]:
     try:
         if source.endswith(".idx"):
             return of_megatron(Path(source).read_bytes(), source)

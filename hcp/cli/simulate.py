@@ -420,8 +420,6 @@ def drawn_batches(args: argparse.Namespace) -> list[list[int]]:
 def own_batches(args: argparse.Namespace) -> list[list[int]]:
     """Global batches of a file's lengths, in a drawn order, as a shuffling loader makes them."""
     lengths = read_lengths(args.lengths, args.field)
-    if not lengths:
-        raise ValueError(f"{args.lengths} has no lengths, expected some")
     if args.max_length is not None:
         lengths = [min(length, args.max_length) for length in lengths]
     Random(args.seed).shuffle(lengths)

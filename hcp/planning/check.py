@@ -136,7 +136,7 @@ def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
             degree = group["degree"]
-            needed = _bytes_of(memory, padding, 0, degree)
+            needed = _bytes_of(memory, padding, padding, degree)
             for tokens in (lengths[s] for s in group["sequences"]):
                 rows = max(
                     sum(stop - start for start, stop in _spans(tokens, degree, j))

@@ -153,8 +153,8 @@ def least_degree(
 def bytes_up_to(longest: int, degree: int, memory: MemoryModel, alignment: int = 1) -> int:
     """Return the most bytes of a rank if ``degree`` ranks share up to ``longest`` tokens zigzag,
     and each pads its rows to the alignment."""
-    rows = rows_up_to(longest, degree)
-    return memory.bytes(rows, longest, degree) + memory.bytes(max(0, alignment - 1), 0, degree)
+    rows, padding = rows_up_to(longest, degree), max(0, alignment - 1)
+    return memory.bytes(rows, longest, degree) + memory.bytes(padding, padding, degree)
 
 
 def rows_up_to(longest: int, degree: int) -> int:

@@ -17,9 +17,9 @@ class MemoryModel:
 
         rows * (activation + logit) + (attention * rows + gathered * tokens) / head_chunks
 
-    ``rows`` are those of the fullest rank of the group and ``alignment - 1`` more, which alignment
-    may add. ``tokens`` are those of its sequences. The second term is 0 for a group of one rank,
-    and otherwise rounded up for each sequence and for the rows of alignment. In a pipeline a stage keeps up to ``pipeline_stages``
+    ``rows`` are those of the fullest rank of the group, and ``tokens`` those of its sequences. The
+    second term is 0 for a group of one rank, and otherwise rounded up for each sequence. Alignment
+    may add ``alignment - 1`` rows, which count as a sequence of as many tokens on that rank. In a pipeline a stage keeps up to ``pipeline_stages``
     micro-batches at once: divide its memory by that.
     """
 

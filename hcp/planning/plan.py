@@ -433,7 +433,8 @@ def plan(
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
-    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor; may be empty.
+    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor. The plan of none has no
+    micro-batches: :func:`hcp.dispatch` then yields nothing, on any rank.
     ``ranks``: size of the domain.
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
@@ -457,7 +458,8 @@ def plan(
     function prices lengths: it takes neither pairs nor those of masks.
 
     The function is pure: equal arguments give the same plan, bit for bit, on every rank. Raises
-    ValueError for an argument out of its range, and for a sequence that no allowed degree can hold.
+    ValueError for an argument out of its range, and for a sequence that no allowed degree can hold;
+    OverflowError for prices that sum to more than 62 bits. Ctrl-C ends it, and other threads run.
     """
     limits = Limits.among(locals())
     begun = time.perf_counter()

@@ -174,8 +174,8 @@ def _check_memory(plan: Plan, memory: MemoryModel) -> None:
             held = max(
                 sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)
             )
-            padded = -(-held // alignment) * alignment
-            needed = memory.bytes(padded, sum(lengths), group.degree)
+            padding = -held % alignment
+            needed = memory.bytes(held + padding, sum(lengths) + padding, group.degree)
             if needed > memory.limit:
                 raise ValueError(
                     f"micro-batch {m} needs {needed:,} bytes on a rank from rank "

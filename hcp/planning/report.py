@@ -85,7 +85,8 @@ def report(plan: Plan) -> Report:
                 held = sum(rows_held(plan.lengths[s], group.degree, j) for s in group.sequences)
                 padded = -(-held // alignment) * alignment
                 rows[rank] += held
-                needed[rank] = max(needed[rank], plan.memory.bytes(padded, tokens, group.degree))
+                taken = plan.memory.bytes(padded, tokens + padded - held, group.degree)
+                needed[rank] = max(needed[rank], taken)
                 padding += padded - held
                 peak = max(peak, padded)
     span = max((box.end for box in timeline(plan)), default=0)  # if there were one stage

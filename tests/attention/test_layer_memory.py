@@ -66,6 +66,30 @@ def test_the_forward_of_a_ring_does_not_grow_with_its_degree() -> None:
     assert len(peaks) == 1
 
 
+@pytest.mark.parametrize(
+    ("comm_type", "degree", "levels"), [*RINGS[1:5], *GATHERS, *HEADS[:2], HEADS[2]]
+)
+def test_rows_of_alignment_take_no_more_than_a_sequence_of_their_own(
+    comm_type: str, degree: int, levels: tuple[int, ...]
+) -> None:
+    """A plan counts them so: attention's bytes of a row and of a token for each, by what layers
+    without padding take. Under a2a they take just that."""
+    heads, sizes, rows, padding = (16, 8), (32, 32), 64, 16
+    given = heads, sizes, torch.bfloat16
+
+    def buffers(rows: int, padding: int = 0, **options: Any) -> tuple[int, int]:
+        spread = measured(Layer(comm_type, degree, rows, *given, padding=padding, **options))
+        alone = measured(Layer("p2p", 1, rows + padding, *given))
+        return spread[0] - alone[0], spread[2] - alone[2]
+
+    options: Any = {"levels": levels}
+    unpadded, padded = buffers(rows, **options), buffers(rows, padding, **options)
+    for found, least in zip(padded, unpadded, strict=True):
+        a_row = -(-least // rows)  # of attention, and of the tokens that come with it
+        assert found <= least + padding * (a_row if comm_type != "all_gather" else a_row / degree)
+        assert comm_type != "a2a" or found == least * (rows + padding) // rows
+
+
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize(
     ("comm_type", "degree", "levels"),

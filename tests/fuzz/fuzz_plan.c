@@ -178,10 +178,10 @@ static int fits(const hcp_limits *limits, int64_t length, int32_t i, int32_t d) 
   int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
   int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
   int64_t rows = hcp_rows_max(length, d), row = memory->activation + memory->logit;
-  int64_t own = (rows + padding) * row, buffers = rows * memory->attention + length * memory->gathered;
-  int64_t needed = own;
-  if (d > 1) needed += (buffers + chunks - 1) / chunks;
-  if (d > 1) needed += (padding * memory->attention + chunks - 1) / chunks;
+  int64_t buffers = rows * memory->attention + length * memory->gathered;
+  int64_t padded = padding * (memory->attention + memory->gathered);
+  int64_t needed = (rows + padding) * row;
+  if (d > 1) needed += (buffers + chunks - 1) / chunks + (padded + chunks - 1) / chunks;
   if (limits->min_degrees != NULL && d < limits->min_degrees[i]) return 0;
   if (limits->max_degrees != NULL && d > limits->max_degrees[i]) return 0;
   return memory->limit == 0 || needed <= memory->limit;
@@ -208,8 +208,8 @@ static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n)
 static void judge_bound(const hcp_plan *plan, int32_t effort) {
   int64_t bound, work;
   hcp_error err;
-  hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, effort, NULL,
-                                     &bound, &work, &err);
+  hcp_status status = hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, effort,
+                                     NULL, &bound, &work, &err);
   expect(status == HCP_OK, status == HCP_OK ? "" : err.message);
   expect(bound >= plan->bound && bound <= plan->makespan, "a plan beats the bound of more effort");
   expect(work == plan->work, "work");
@@ -247,11 +247,13 @@ static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   int32_t effort = take(&b, 0, 15) ? 1 : 2;
   hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &plan, &err);
   if (status == HCP_OK) {
-    expect(hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &again, &err) == HCP_OK, "a second time");
+    expect(hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &again, &err) == HCP_OK,
+           "a second time");
     judge(plan, again);
     judge_bound(plan, effort);
   } else {
-    expect(status == HCP_INVALID || status == HCP_INFEASIBLE || status == HCP_OVERFLOW, err.message);
+    expect(status == HCP_INVALID || status == HCP_INFEASIBLE || status == HCP_OVERFLOW,
+           err.message);
     expect(strstr(err.message, "expected") != NULL || strstr(err.message, "hold at most") != NULL ||
                strstr(err.message, "exceed") != NULL,
            err.message);

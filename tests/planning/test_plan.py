@@ -165,6 +165,10 @@ def test_no_sequences_make_an_empty_plan() -> None:
     plan = hcp.plan([], ranks=4, max_tokens_per_rank=CAPACITY)
     assert plan.micro_batches == ()
     assert plan.efficiency == 1.0
+    hcp.check_plan(plan, [])
+    assert hcp.loopback(4, lambda groups: list(hcp.dispatch(plan, [], [], groups))) == [[]] * 4
+    with pytest.raises(ValueError, match=r"micro_batch is 0, expected none: the plan of no seq"):
+        hcp.Layout(plan, 0, 0)
 
 
 def test_a_sequence_that_fits_stays_on_one_rank_when_sharing_costs_more() -> None:

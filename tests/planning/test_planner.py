@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import itertools
@@ -73,6 +74,32 @@ def test_every_preset_plans_and_stays_in_63_bits(name: str) -> None:
         cost=hcp.CostModel.preset(name),
     )
     assert plan.bound <= plan.makespan <= 2 * plan.bound
+
+
+# ---- long searches -------------------------------------------------------------------------------
+
+LONG: dict[str, Any] = {"ranks": 64, "max_tokens_per_rank": 4096, "effort": 1000}
+
+
+@pytest.mark.parametrize("search", [hcp.plan, hcp.lower_bound])
+def test_ctrl_c_ends_a_search_of_hours(search: Any) -> None:
+    """The thread that presses it also needs the GIL."""
+    lengths = [Random(i).randint(1, 4000) for i in range(400)]
+    pressed = threading.Timer(0.2, _thread.interrupt_main)
+    pressed.start()
+    with pytest.raises(KeyboardInterrupt):
+        search(lengths, **LONG, sync="micro_batch", pipeline_stages=8 if search is hcp.plan else 1)
+    pressed.join()
+
+
+def test_a_hundred_thousand_ranks_are_planned() -> None:
+    lengths = [Random(i).randint(1, 40_000) for i in range(200)]
+    for sync in ("step", "micro_batch"):
+        for node in (None, 8):
+            plan = hcp.plan(
+                lengths, ranks=100_000, max_tokens_per_rank=4096, sync=sync, ranks_per_node=node
+            )
+            assert plan.bound <= plan.makespan
 
 
 # ---- every option at once ------------------------------------------------------------------------

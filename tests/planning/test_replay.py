@@ -129,6 +129,15 @@ def test_a_micro_batch_over_the_memory_is_refused_before_anything_is_replayed() 
         replay(plan, Machine(memory=hcp.MemoryModel(activation=3, gathered=6, limit=59)))
 
 
+def test_rows_of_alignment_take_bytes_in_a_replay() -> None:
+    memory = hcp.MemoryModel(activation=1, attention=100, limit=1000)
+    request: dict[str, Any] = {"ranks": 2, "max_tokens_per_rank": 64, "min_degree": 2}
+    plan = hcp.plan([8], **request, alignment=8)
+    with pytest.raises(ValueError, match="needs 808 bytes"):  # 4 rows of the sequence, and 4 more
+        replay(plan, Machine(memory=replace(memory, limit=807)))
+    assert replay(plan, Machine(memory=memory)).seconds == 0
+
+
 def test_what_a_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"machine.near is -1, expected seconds >= 0"):
         Machine(near=-1)

@@ -515,6 +515,8 @@ def test_simulate_takes_lengths_of_ones_own(tmp_path: Path, capsys: Capture) -> 
     file.write_text("")
     assert main(["simulate", *given]) == 1
     assert "own.txt has no lengths" in capsys.readouterr().err
+    assert main(["plan", str(file), *given[2:]]) == 1
+    assert "own.txt has no lengths" in capsys.readouterr().err
 
 
 def test_version(capsys: Capture) -> None:

@@ -109,7 +109,7 @@ def allocated(call: Callable[[], object]) -> Bytes:
 
 
 class Layer:
-    """One rank's attention over a sequence of rows * degree tokens."""
+    """One rank's attention over a sequence of rows * degree tokens, and ``padding`` rows more."""
 
     def __init__(
         self,
@@ -126,11 +126,13 @@ class Layer:
         rank: int = 0,
         family: str = FAMILY,
         chunks: int = 1,
+        padding: int = 0,
     ) -> None:
         kernels.FAMILIES.setdefault(FAMILY, kernels.KernelFamily(lambda: lambda device: [Shapes()]))
         tokens = rows * degree
-        limits = {"max_tokens_per_rank": tokens, "min_degree": degree}
-        memory = hcp.MemoryModel(attention=chunks, head_chunks=chunks, limit=rows)
+        limits = {"max_tokens_per_rank": tokens + padding, "min_degree": degree}
+        limits["alignment"] = rows + padding if padding else 1
+        memory = hcp.MemoryModel(attention=chunks, head_chunks=chunks, limit=rows if not padding else 0)
         plan = hcp.plan([tokens], ranks=degree, memory=memory, **limits)  # type: ignore[arg-type]
         options: Any = {"comm_types": [comm_type], "hierarchical_context_parallel_sizes": levels}
         handler = type("Handler", (hcp.ContextParallelHandler,), {"kernel_family": family})
@@ -138,7 +140,7 @@ class Layer:
         (queries, keys), (size, value_size) = heads, sizes
 
         def made(count: int, elements: int) -> Tensor:
-            return torch.zeros(rows, count, elements, dtype=dtype, device=device)
+            return torch.zeros(rows + padding, count, elements, dtype=dtype, device=device)
 
         self.inputs = [made(queries, size), made(keys, size), made(keys, value_size)]
         for x in self.inputs:

@@ -128,14 +128,14 @@ def _own_pairs(r: Random, request: Request) -> None:
     """Give sequences pairs of their own, often none."""
     most = r.choice([0, 0, 1])
     if request["cost"].table is None:
-        request["pairs"] = [r.randint(0, most * n * n) for n in request["lengths"]]
+        request["pairs"] = [r.randint(0, most * min(n * n, 2**63 - 1)) for n in request["lengths"]]
 
 
 def draw_cheap(r: Random) -> Request:
     """Draw a request in which much, or everything, may cost nothing."""
     request = draw(r)
     if request["cost"].table is None:
-        names = [p for p in PRICES if r.random() < r.choice([0.3, 0.9])]
+        names = [p for p in PRICES[1:] if r.random() < r.choice([0.3, 0.9])]
         request["cost"] = replace(request["cost"], pair=1, **dict.fromkeys(names, 0))
         request["pairs"] = [r.choice([0, 0, n]) for n in request["lengths"]]
     return request
@@ -309,7 +309,7 @@ def _capacity(request: Request) -> int:
 def _bytes_left(request: Request, memory: hcp.MemoryModel, degree: int) -> int:
     """Return the limit's bytes without those of rows that alignment may add."""
     padding = max(1, request["alignment"]) - 1
-    buffers = padding * memory.attention if degree > 1 else 0
+    buffers = padding * (memory.attention + memory.gathered) if degree > 1 else 0
     taken = padding * (memory.activation + memory.logit) + -(-buffers // memory.head_chunks)
     return memory.limit - taken
 

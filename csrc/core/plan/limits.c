@@ -109,9 +109,11 @@ static int64_t bytes_of(const hcp_memory *memory, int64_t rows, int64_t tokens, 
   return local;
 }
 
-/* Of the rows that alignment may add. Attention computes them as one more sequence. */
+/* Of the rows that alignment may add: attention computes them as one more sequence, whose tokens
+ * are all on this rank. */
 static int64_t padding_bytes(const hcp_limits *limits, int32_t degree) {
-  return bytes_of(&limits->memory, limits->alignment > 1 ? limits->alignment - 1 : 0, 0, degree);
+  int64_t rows = limits->alignment > 1 ? limits->alignment - 1 : 0;
+  return bytes_of(&limits->memory, rows, rows, degree);
 }
 
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {

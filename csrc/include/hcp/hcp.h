@@ -216,9 +216,9 @@ typedef struct hcp_pipeline {
  *
  *   rows * (activation + logit) + (attention * rows + gathered * tokens) / head_chunks
  *
- * where rows are those of the fullest rank, sequence by sequence, and alignment - 1 more;
- * tokens are those of the group's sequences. The second term counts when its degree is more
- * than 1, rounded up for each sequence and for the rows of alignment. */
+ * where rows are those of the fullest rank, sequence by sequence, and tokens those of the
+ * group's sequences. The second term counts when its degree is more than 1, rounded up for
+ * each sequence. Alignment may add a sequence of alignment - 1 tokens on one rank. */
 typedef struct hcp_memory {
   HCP_MEMORY_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_memory;
