@@ -81,13 +81,14 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
                         int32_t ranks_per_node) {
   int64_t length = size.length, rows = tiled(cost, length, 1);
   int64_t attention = attention_of(cost, size, rows);
-  int64_t area = larger(1, attention + cost->token * rows);
-  if (least == 1) return area;
+  int64_t area = attention + cost->token * rows;
+  if (least == 1) return larger(1, area);
   links price = links_of(cost, least, ranks_per_node);
   int64_t moved = price.exchange * (length - length / least) * least;
   if (cost->overlap != 0)
     moved = larger(0, moved - (attention - attention / least) - 2 * (int64_t)HCP__RANKS_MAX);
-  return area + moved + price.all_to_all * length + ((int64_t)least - 1) * least * cost->step;
+  return larger(1, area + moved + price.all_to_all * length +
+                       ((int64_t)least - 1) * least * cost->step);
 }
 
 /* Whether everything above fits for degrees up to most. */
