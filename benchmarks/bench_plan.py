@@ -45,6 +45,7 @@ from peers import planners
 import hcp
 from hcp.exchange.agreement import label, unlabel
 from hcp.exchange.gather import Gathered, block_of, block_size, read_blocks
+from hcp.programs.draw import pyplot, write_figure
 
 TOKEN_SECONDS = 1.05e-4
 """Seconds of the default cost's `token`: 6 * 7e9 operations at 400 TFLOP/s."""
@@ -297,12 +298,7 @@ def seeds_of(case: Case, seeds: int) -> int:
 
 def growth(args: argparse.Namespace, path: Path, sync: str) -> None:
     """Draw milliseconds over K at N = 64, and over N at K = 8 N, with K log K + N log N."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     sweeps = {
         "K (N = 64)": [(64, 2**i) for i in range(6, 18)],
         "N (K = 8 N)": [(2**i, 8 * 2**i) for i in range(3, 15)],
@@ -317,7 +313,7 @@ def growth(args: argparse.Namespace, path: Path, sync: str) -> None:
         ax.loglog(x, [scale * terms(*p) for p in points], "k:", label="K log K + N log N")
         ax.set(xlabel=swept, ylabel="CPU milliseconds, one core")
         ax.legend()
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path)
 
 
 def terms(ranks: int, count: int) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.machine import machine, versions
+from hcp._files import write_file
 
 Defaults = Mapping[str, tuple[Any, Any]]
 """By the argument's name: on a CPU, on GPUs."""
@@ -38,7 +39,7 @@ class JsonFile:
             "versions": versions(),
             "rows": self._rows,
         }
-        Path(self.path).write_text(json.dumps(content, indent=1) + "\n")
+        write_file(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def _device(name: str) -> str:

@@ -42,7 +42,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hcp.programs.draw import pyplot
+from hcp.programs.draw import pyplot, write_figure
 
 STATIC, DYNAMIC = "static_cp", "dynamic_cp"
 LOSS = "loss, dynamic and static CP"
@@ -212,7 +212,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     top.legend(frameon=False, fontsize=8)
     bottom.set_ylabel(f"|loss - {first.name}|", fontsize=8)
     bottom.set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path)
     plt.close(figure)
 
 

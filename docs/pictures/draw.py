@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from hcp._files import write_file
 from hcp.cli.simulate import parse_arguments, simulate
 from hcp.planning.drawing import colour_of, timeline_svg
 
@@ -257,4 +258,4 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 if __name__ == "__main__":
     for name, drawn in PICTURES.items():
-        (HERE / f"{name}.svg").write_text(drawn(), encoding="utf-8")
+        write_file(HERE / f"{name}.svg", drawn())

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from hcp._files import expect_writable, write_file
 from hcp._validate import flag
 from hcp.planning.cost import PRESETS, CostModel
 from hcp.planning.drawing import timeline_page, timeline_svg
@@ -146,10 +147,19 @@ def cost_model(text: str) -> CostModel:
 
 
 def add_pictures(parser: argparse._ActionsContainer, what: str = "the timeline") -> None:
-    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"draw {what}")
+    parser.add_argument("--svg", type=output, metavar="FILE", help=f"draw {what}")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help=f"draw {what} in a page that needs no network"
+        "--html", type=output, metavar="FILE", help=f"draw {what} in a page that needs no network"
     )
+
+
+def output(text: str) -> Path:
+    """Return the path of a file that can be written. For argparse."""
+    try:
+        expect_writable("the file", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def write_pictures(
@@ -161,9 +171,9 @@ def write_pictures(
 ) -> None:
     """Write the pictures that were asked for."""
     if args.svg:
-        args.svg.write_text(timeline_svg(plans, unit=unit), encoding="utf-8")
+        write_file(args.svg, timeline_svg(plans, unit=unit))
     if args.html:
-        args.html.write_text(timeline_page(plans, title, words, unit), encoding="utf-8")
+        write_file(args.html, timeline_page(plans, title, words, unit))
 
 
 def draw_lengths(family: str, sequences: int, seed: int, max_length: int | None) -> list[int]:

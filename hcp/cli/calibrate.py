@@ -28,6 +28,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hcp._files import expect_writable
 from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
@@ -193,8 +194,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         hierarchical_context_parallel_sizes=sizes,
         attention_backend=args.attention_backend,
     )
-    if not args.out.resolve().parent.is_dir():
-        raise ValueError(f"--out {args.out}: no such folder")
+    if os.environ.get("RANK", "0") == "0":  # the rank that writes
+        expect_writable("out", args.out)
     return args
 
 
@@ -469,6 +470,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "hcp calibrate")
         run_rank(args)
     except (ValueError, HcpError) as error:
+        return fail(error, rank, "hcp calibrate")
+    except OSError as error:
+        if error.filename is None:
+            raise
         return fail(error, rank, "hcp calibrate")
     return 0
 

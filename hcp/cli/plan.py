@@ -7,8 +7,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
+from hcp._files import write_file
 from hcp.cli.arguments import (
     FAMILIES_EPILOG,
     add_cost,
@@ -21,6 +21,7 @@ from hcp.cli.arguments import (
     in_words,
     limits_of,
     new_parser,
+    output,
     write_pictures,
 )
 from hcp.cli.lengths import HELP, read_lengths
@@ -44,7 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add_cost(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the plan as data, and nothing else")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
+    group.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     add_pictures(group)
     return parser.parse_args(argv)
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         made = plan(lengths, cost=args.cost, **limits_of(args))
         unit = args.cost.unit if args.cost else None
         if args.trace:
-            args.trace.write_text(json.dumps(chrome_trace(made, unit)))
+            write_file(args.trace, json.dumps(chrome_trace(made, unit)))
         title = f"A plan of {len(lengths):,} sequences for {made.ranks:,} ranks"
         write_pictures(args, {"hcp": made}, title, str(made.report()), unit)
     except (ValueError, OverflowError, OSError) as error:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hcp._files import append_to_file, expect_writable, write_file
 from hcp.planning.drawing import timeline_svg
 from hcp.planning.plan import Plan
-from hcp.programs.draw import pyplot
+from hcp.programs.draw import pyplot, write_figure
 from hcp.programs.progress import progress
 from hcp.programs.records import (
     NAMES,
@@ -124,7 +125,7 @@ class Reporter:
         if self.active:
             self.folder = make_folder(args.run_dir)
             self.metrics = self.folder / "metrics.jsonl"
-            self.metrics.write_text("")
+            expect_writable("run_dir", self.metrics)
 
     def start(
         self,
@@ -161,10 +162,10 @@ class Reporter:
             "torch": torch.__version__,
         }
 
-    def go_on(self, metrics: str, steps: int) -> None:
+    def begin(self, metrics: str, steps: int) -> None:
         """Begin after so many steps of all runs together, whose lines are ``metrics``."""
         if self.active:
-            self.metrics.write_text(metrics)
+            write_file(self.metrics, metrics)
             self.bar.initial = self.bar.n = steps
 
     def stopped(self, runs: Sequence[Run]) -> None:
@@ -201,8 +202,8 @@ class Reporter:
             )
 
     def write(self, kind: str, scheduler: str, values: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(json.dumps({"kind": kind, "run": scheduler, **values}) + "\n")
+        line = json.dumps({"kind": kind, "run": scheduler, **values})
+        append_to_file(self.metrics, line + "\n")
 
     def finish(self, runs: Sequence[Run]) -> None:
         if not self.active:
@@ -214,12 +215,10 @@ class Reporter:
         if len(runs) > 1:
             summary["largest_loss_difference"] = loss_difference(runs)
             summary["speedup"] = runs[-1].tokens_per_second / runs[0].tokens_per_second
-        (self.folder / "summary.json").write_text(
-            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
-        )
+        write_file(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         draw_losses(runs, self.folder / "loss.png")
         firsts = {NAMES[run.scheduler]: run.first_plan for run in runs if run.first_plan}
-        (self.folder / "plan.svg").write_text(timeline_svg(firsts), encoding="utf-8")
+        write_file(self.folder / "plan.svg", timeline_svg(firsts))
         print("\n" + table(runs, EVALUATION_TOLERANCES[self.args.dtype]))
         print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.svg", flush=True)
 
@@ -319,5 +318,5 @@ def draw_losses(runs: Sequence[Run], path: Path) -> None:
         axes[1, 0].set_ylabel("|difference|")
     axes[-1, 0].set_xlabel("step")
     axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path)
     plt.close(figure)

@@ -367,12 +367,20 @@ def train_all(
     trainer = trainings[0].trainer
     args = trainer.args
     settings = checkpoint.settings_of(args, corpus.digest)
+    metrics = ""
     if args.load:
         place = Path(args.load)
         data = on_every_rank(lambda: checkpoint.read(place))
         same_on_every_rank("the checkpoints under --load", hashlib.sha256(data).hexdigest())
         metrics = on_every_rank(lambda: checkpoint.load(place, data, trainings, settings))
-        reporter.go_on(metrics, sum(len(each.run.steps) for each in trainings))
+    reporter.begin(metrics, sum(len(each.run.steps) for each in trainings))
+    writes = args.save and reporter.active
+    folder = on_every_rank(lambda: checkpoint.Folder(args.save) if writes else None)
+
+    def save() -> None:
+        if folder is not None:
+            folder.save(trainings, settings, reporter.metrics.read_text())
+
     with contextlib.ExitStack() as stack:
         turns = [
             stack.enter_context(contextlib.closing(train(each, corpus, eval_groups, reporter)))
@@ -382,8 +390,8 @@ def train_all(
             steps = len(trainings[0].run.steps)
             ended, stops = steps == args.train_iters, time_is_up(trainer)
             due = bool(args.save_interval) and steps % args.save_interval == 0
-            if args.save and reporter.active and (ended or stops or due):
-                checkpoint.save(Path(args.save), trainings, settings, reporter.metrics.read_text())
+            if args.save and (ended or stops or due):
+                on_every_rank(save)
             if stops and not ended:
                 return False
     return True

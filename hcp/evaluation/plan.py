@@ -12,6 +12,7 @@ print(metrics.reduce()["lm loss"].mean)
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from hcp.step.dispatch import Passage, Step, agree_on_kernels, dispatch, gather_
 from hcp.step.fields import Rules
 from hcp.step.handler import ContextParallelHandler
 
+_log = logging.getLogger("hcp")
 _REFUSED = b"refused: "
 
 
@@ -408,13 +410,24 @@ class EvalPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken."""
+        """Resume where `state_dict` was taken, on the same rank. Raises ValueError for the state of
+        another plan or rank. A state of an older version does not name its rank; it is taken, with
+        a warning."""
         expect_names("state", state, ("next", "seen", "made_for"))
-        if state["made_for"] != self._made_for():
-            raise ValueError(
-                f"the state is of an evaluation of {state['made_for']}, expected {self._made_for()}"
+        own = self._made_for()
+        if "rank" not in state["made_for"]:
+            _log.warning(
+                "hcp: the state of the evaluation does not say its rank, as one of an older "
+                "version: it is taken as that of rank %d of dp_cp",
+                own.pop("rank"),
             )
-        self._next, self._finished = state["next"], False
+        if state["made_for"] != own:
+            raise ValueError(
+                f"the state is of an evaluation of {state['made_for']}, expected {own}: each rank "
+                "goes on with its own"
+            )
+        self._next = expect_size("state.next", state["next"], least=0)
+        self._finished = False
         self._seen, self._unweighted = Seen.pair_from_bytes(bytes.fromhex(state["seen"]))
 
     def _made_for(self) -> dict[str, int]:
@@ -425,6 +438,7 @@ class EvalPlan:
             "lengths": 0 if self.lengths is None else _checksum(self.lengths),
             "dp": self.groups.size("dp"),
             "cp": self.groups.size("cp"),
+            "rank": self.groups.rank("dp_cp"),
         }
 
 

@@ -320,14 +320,20 @@ class GlobalBatches:
         shuffle: bool,
         seed: int,
         order: Order | None = None,
+        follower: Callable[[int], object] | None = None,
     ) -> None:
+        """`follower`: told of each epoch that is set."""
         self.samples, self.batch_size = samples, batch_size
+        self._follower = follower
         self.order = order
         self.rank, self.ranks = rank, ranks
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.shuffle, self.seed, self.epoch = shuffle and order is None, seed, 0
+        self._digest: tuple[int, str] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        if self._follower is not None:
+            self._follower(epoch)
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -342,12 +348,28 @@ class GlobalBatches:
 
     def indices(self) -> list[int]:
         """Samples in the order of the epoch."""
+        indices: list[int] = self._order_of(self.epoch).tolist()
+        return indices
+
+    def digest(self, epoch: int) -> str:
+        """A hash of the order of an epoch."""
+        if self._digest is None or self._digest[0] != epoch:
+            self._order_of(epoch)
+        assert self._digest is not None
+        return self._digest[1]
+
+    def _order_of(self, epoch: int) -> Tensor:
+        indices = self._drawn(epoch)
+        self._digest = epoch, digest_of(indices).hex()
+        return indices
+
+    def _drawn(self, epoch: int) -> Tensor:
         if self.order is not None:
-            return list(self.order(self.epoch))
+            return torch.tensor(list(self.order(epoch)), dtype=torch.int64)
         if not self.shuffle:
-            return list(range(self.samples))
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(self.samples, generator=generator).tolist()
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(self.samples, generator=generator)
 
 
 class DynamicCPCollator:
@@ -481,21 +503,32 @@ class DynamicCPDataLoader:
                 "expected at least one: lower global_batch_size, or leave drop_last out"
             )
         rank, ranks = groups.rank("dp_cp"), groups.size("dp_cp")
+        if is_stream(dataset):
+            if order is not None:
+                raise ValueError(
+                    f"order is given, and the dataset is a {_name_of(dataset)}, a stream, expected "
+                    "a map-style dataset: a stream is read in its own order"
+                )
+            shuffle = False
         if order is not None:
             order = _checked(order, self._length)
         self.batch_sampler = GlobalBatches(
-            samples, global_batch_size, rank, ranks, shuffle=shuffle, seed=seed, order=order
+            *(samples, global_batch_size, rank, ranks),
+            shuffle=shuffle,
+            seed=seed,
+            order=order,
+            follower=getattr(dataset, "set_epoch", None) if is_stream(dataset) else None,
         )
         self.sampler = self.batch_sampler  # where trainers look for set_epoch
         self._start = self._next = self._epoch = 0
+        self._first = ""
+        """The hash of the first sample in this epoch, once it was read, or loaded with a state."""
         self._skipped: int | None = None
         self._after: WeakKeyDictionary[Step, int] = WeakKeyDictionary()
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the order of the samples in another epoch, from its first batch on."""
         self.batch_sampler.set_epoch(epoch)
-        if is_stream(self.dataset) and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
 
     def skip(self, batches: int) -> None:
         """Start the next iteration after this many batches, whatever its epoch: trainers skip
@@ -507,6 +540,7 @@ class DynamicCPDataLoader:
         epoch of the sampler."""
         if self._epoch != self.batch_sampler.epoch:
             self._epoch, self._start, self._next = self.batch_sampler.epoch, 0, 0
+            self._first = ""
 
     def reached(self, step: Step) -> None:
         """Say that this step is in use, for a trainer that takes steps ahead of their use: its
@@ -545,9 +579,30 @@ class DynamicCPDataLoader:
         batches, start = self.batch_sampler, self._next
         read = read_stream(self.dataset, batches.batch_size, self.load_workers)
         for number, batch in enumerate(read):
+            if batch.is_last and number < start:
+                batch = Read(_ended_early(batch, number, start))
+            elif number == 0:
+                batch = Read(self._expecting_the_first_of(batch))
             if number >= start or batch.is_last:
                 own = batch.items[batches.rank :: batches.ranks]
                 yield number, batch, Read(self.collate_fn.samples_of(own))
+
+    def _expecting_the_first_of(self, batch: Read[Any]) -> Iterator[Any]:
+        """Yield a stream's first batch. Raises ValueError where a state has another first item."""
+        to_sample = self.collate_fn.to_sample
+        self._expect_first(_digest_of_both(lambda: [to_sample(batch.items[0]) for _ in range(2)]))
+        yield from batch
+
+    def _expect_first(self, first: str) -> None:
+        """Remember the first sample of this epoch. Raises ValueError if a state that was loaded has
+        another one. Empty: it is drawn at random, or could not be read."""
+        if first and self._first not in ("", first):
+            raise ValueError(
+                f"{_FIRST} is not the one of the state that was loaded, expected the same dataset "
+                "and to_sample: samples are trained twice else, and others never. If it is drawn "
+                "at random, leave 'first_sample' out of the state"
+            )
+        self._first = first or self._first
 
     def _step_of_a_stream(
         self, share: tuple[int, Read[Any], Read[Sample]], passage: Passage
@@ -571,15 +626,12 @@ class DynamicCPDataLoader:
         )
         items, to_sample = iter(loader), self.collate_fn.to_sample
         length = len(self.dataset)
-        made_for: dict[str, int | str] = {
-            "length": length,
-            **self.state_dict(),
-            "shuffle": batches.shuffle,
-            "order": "none" if batches.order is None else digest_of(torch.tensor(indices)).hex(),
-        }
-        _check_same_data(
-            self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
+        first = _check_same_data(
+            self.collate_fn.groups,
+            {"length": length, **self.state_dict()},
+            lambda: [to_sample(item) for item in next(items)],
         )
+        self._expect_first(first)
         if length != self._length:
             raise ValueError(
                 f"the dataset has {length} samples, expected {self._length}, as when the loader "
@@ -588,32 +640,70 @@ class DynamicCPDataLoader:
         for _ in shares:
             yield Read(self.collate_fn.samples_of(_next_of(items)))
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position of the next batch. It holds for any number of ranks. For steps that
-        were taken ahead see `reached`. After an epoch's last batch it is the end of this epoch:
-        call `set_epoch` for the next one."""
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position of the next batch, and what the batches before it were made of. It
+        holds for any number of ranks. For steps that were taken ahead see `reached`. After an
+        epoch's last batch it is the end of this epoch: call `set_epoch` for the next one."""
         self._in_epoch()
-        batches = self.batch_sampler
+        place = {"epoch": self._epoch, "next": self._next}
+        return {**place, "first_sample": self._first, **self._made_of(self._epoch)}
+
+    def _made_of(self, epoch: int) -> dict[str, int | str]:
+        """What decides the batches of an epoch; what explains most comes last."""
+        batches, stream = self.batch_sampler, is_stream(self.dataset)
         return {
-            "epoch": batches.epoch,
-            "next": self._next,
+            "order": batches.digest(epoch),
+            "shuffle": batches.shuffle,
+            "stream_workers": max(1, self.load_workers) if stream else 1,  # one reads as none does
             "seed": batches.seed,
             "batch_size": batches.batch_size,
             "samples": batches.samples,
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
-        own = self.state_dict()
-        expect_names("state", state, own)
-        for name in ("seed", "batch_size", "samples"):
-            if state[name] != own[name]:
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises ValueError for a state of a loader with other samples, or in another order. The first
+        sample is read by the next iteration, which raises if it is another. A state of an older
+        version does not say all of this; it is taken, with a warning."""
+        expect_names("state", state, _STATE, _NEWER)
+        epoch, place = (expect_size(f"state.{n}", state[n], least=0) for n in ("epoch", "next"))
+        own = self._made_of(epoch)
+        for name in reversed(own):
+            if state.get(name, own[name]) != own[name]:
                 raise ValueError(
-                    f"the state has {name} {state[name]}, expected {own[name]}: "
-                    "make the loader as the one that was saved"
+                    f"the state has {name} {state[name]!s:.12}, expected {own[name]!s:.12}: make "
+                    "the loader as the one that was saved, or samples are trained twice, and "
+                    "others never"
                 )
-        self._epoch = self.batch_sampler.epoch = state["epoch"]
-        self._start = self._next = state["next"]
+        if not is_stream(self.dataset) and place > len(self):
+            raise ValueError(f"state.next is {place}, expected at most {len(self)}, the batches")
+        if missing := [name for name in _NEWER if name not in state]:
+            _log.warning(
+                "hcp: the state of the loader does not say %s, as one of an older version: it is "
+                "taken, and whether the loader has the same is not checked",
+                ", ".join(missing),
+            )
+        if epoch != self.batch_sampler.epoch:
+            self.set_epoch(epoch)
+        self._epoch, self._start, self._next = epoch, place, place
+        self._first = str(state.get("first_sample", ""))
+
+
+_STATE = ("epoch", "next", "seed", "batch_size", "samples")
+"""Entries of every loader's state."""
+_NEWER = ("first_sample", "order", "shuffle", "stream_workers")
+"""Entries that states of older versions lack."""
+
+
+def _ended_early(batch: Read[Any], number: int, start: int) -> Iterator[Any]:
+    """Raise what kept a stream from being read, or HcpError for one that has become shorter."""
+    yield from batch
+    raise HcpError(
+        f"rank {dist.get_rank()}: the stream ended after {number} batches, expected the {start} "
+        "after which the loader goes on: give the stream that was saved",
+        code="dataset-ended",
+    )
 
 
 def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:
@@ -621,6 +711,16 @@ def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:
     yield from next(items)
 
 
+def _digest_of_both(twice: Callable[[], Sequence[object]]) -> str:
+    """Hash a value that is read twice; empty if the two differ, or reading fails."""
+    try:
+        once, again = map(digest_of, twice())
+    except Exception:  # where the value is wanted, all ranks learn of it
+        return ""
+    return once.hex() if once == again else ""
+
+
+_FIRST = "the dataset's first sample"
 _FIRST_TWICE = [0, 0]
 """The first sample of a dataset, twice: ranks compare it, unless two readings of it differ."""
 
@@ -629,19 +729,20 @@ def _check_same_data(
     groups: ProcessGroups,
     made_for: Mapping[str, int | str],
     first_twice: Callable[[], Sequence[object]],
-) -> None:
+) -> str:
     """Raise HcpError on all ranks unless all have the same dataset and batches. A rank with another
-    seed, or with a shard only, would leave samples out and repeat others."""
-    try:
-        once, again = map(digest_of, first_twice())
-        first = once.hex() if once == again else ""
-    except Exception:  # where the sample is wanted, all ranks learn of it
-        first = ""
-    own = {"the dataset's first sample": first, **made_for}
+    seed, or with a shard only, would leave samples out and repeat others.
+
+    Return the hash of the dataset's first sample; empty if two readings of it differ."""
+    own = {_FIRST: _digest_of_both(first_twice), **made_for}
     gathered = groups.transport.all_gather_bytes(json.dumps(own).encode(), "hcp: same data")
     by_rank = [json.loads(payload) for payload in gathered]
     for name in reversed(own):
-        values = [(rank, facts[name]) for rank, facts in enumerate(by_rank) if facts[name] != ""]
+        values = [
+            (rank, facts[name])
+            for rank, facts in enumerate(by_rank)
+            if name != _FIRST or facts[name] != ""
+        ]
         for rank, value in values:
             if value != values[0][1]:
                 shown = [f" ({each})" if name in made_for else "" for each in (value, values[0][1])]
@@ -652,6 +753,7 @@ def _check_same_data(
                     "share",
                     code="ranks-differ",
                 )
+    return next((facts[_FIRST] for facts in by_rank if facts[_FIRST]), "")
 
 
 # ---- streams -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hcp._files import write_file
 from hcp._validate import expect_names
 
 Model = TypeVar("Model")
@@ -19,9 +20,10 @@ def write(
     entries: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Write the entries of a model, as JSON values. ``format`` names their kind and version."""
+    """Write the entries of a model, as JSON values. ``format`` names their kind and version. Raises
+    OSError that names the file, and keeps the one that was there."""
     data = {"format": format, **entries, "provenance": dict(provenance)}
-    Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def read(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
+
+from hcp._files import PathLike, write_file
 
 
 def pyplot() -> Any:
@@ -15,3 +19,11 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def write_figure(figure: Any, path: PathLike) -> None:
+    """Write a figure in the format that the name ends with. Raises OSError that names the path; a
+    file that was there is kept."""
+    memory = io.BytesIO()
+    figure.savefig(memory, format=Path(path).suffix[1:], dpi=120)
+    write_file(path, memory.getvalue())

@@ -42,7 +42,8 @@ class Program:
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
     """Raises ValueError for options that do not go together. The result has `ranks`."""
     run: Callable[[argparse.Namespace], None]
-    """Runs one rank of a job that a launcher started. Raises InputError and HcpError."""
+    """Runs one rank of a job that a launcher started. Raises InputError and HcpError, and OSError
+    that names a file."""
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run as one rank if a launcher started this process; else start all ranks. Return the exit
@@ -60,6 +61,10 @@ class Program:
         try:
             self.run(args)
         except (InputError, HcpError) as error:
+            return fail(error, rank, self.name)
+        except OSError as error:
+            if error.filename is None:
+                raise
             return fail(error, rank, self.name)
         return 0
 

@@ -372,6 +372,11 @@ def stop_and_go_on(rank, size):
         EvalPlan([5] * 7, groups, max_tokens_per_rank=9).load_state_dict(state)
     with pytest.raises(ValueError, match=r"state\.next is missing, expected next, seen, made_for"):
         again.load_state_dict({})
+    made_for = state["made_for"]
+    with pytest.raises(ValueError, match=r"'rank': 7.*: each rank goes on with its own"):
+        again.load_state_dict(state | {"made_for": made_for | {"rank": 7}})
+    older = {name: value for name, value in made_for.items() if name != "rank"}
+    EvalPlan(7, groups).load_state_dict(state | {"made_for": older})
     return state["next"], rest
 
 

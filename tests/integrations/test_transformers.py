@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
 import logging
 import logging.handlers
 import os
@@ -13,6 +14,7 @@ import sys
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -1122,6 +1124,49 @@ def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
     for straight, resumed in run_ranks(2, train_twice, tmp_path):
         assert len(straight) == len(resumed) == 6
         assert resumed == pytest.approx(straight, abs=1e-6)
+
+
+def resume_with_other_batches(rank, size, folder):
+    """What is said when a checkpoint of global batches of 8 is resumed otherwise."""
+    as_torchrun(size)
+    options = {"limit": 64, "max_steps": 3, "eval_strategy": "no"}
+    saved = options | {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(size, folder, **saved).train()
+    said = []
+    checkpoint = folder / "checkpoint-2"
+    for others in (
+        {"per_device_train_batch_size": 4 // size},  # as on half of the ranks
+        {"data_seed": 3},
+        {"train_sampling_strategy": "sequential"},
+    ):
+        with pytest.raises(ValueError, match="resume_from_checkpoint: ") as caught:
+            make_trainer(size, folder, **options | others).train(resume_from_checkpoint=checkpoint)
+        said.append(str(caught.value))
+    others = {"per_device_train_batch_size": 4 // size, "ignore_data_skip": True}
+    make_trainer(size, folder, **options | others).train(resume_from_checkpoint=checkpoint)
+    if rank == 0:
+        kept = checkpoint / "trainer_state.json"
+        state = json.loads(kept.read_text())
+        del state["stateful_callbacks"]["LoaderPosition"]
+        kept.write_text(json.dumps(state))
+    torch.distributed.barrier()
+    warned = []
+    with mock.patch.object(
+        logging.getLogger("hcp"), "warning", lambda text, *_: warned.append(text)
+    ):
+        make_trainer(size, folder / "old", **saved).train(resume_from_checkpoint=checkpoint)
+    return said, warned
+
+
+@CANNOT_RESUME
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    ((sizes, seed, order), warned), _ = run_ranks(2, resume_with_other_batches, tmp_path)
+    assert "batch_size 8, expected 4: make the loader as the one that was saved" in sizes
+    assert "batch_size is per_device_train_batch_size times the ranks" in sizes
+    assert "seed 42, expected 3" in seed
+    assert "shuffle True, expected False" in order
+    (older,) = warned
+    assert older.startswith("hcp: the checkpoint does not say of which batches its steps were")
 
 
 def evaluate_alone(rank, size, folder):

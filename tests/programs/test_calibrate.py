@@ -285,7 +285,10 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
         (["--min-tokens-per-rank", "200"], "min_tokens_per_rank is 200, expected 16 to half"),
         (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
-        (["--out", "/none/such/cost.json"], "no such folder"),
+        (
+            ["--out", "/none/such/cost.json"],
+            "out is /none/such/cost.json, expected a file that can be written: No such",
+        ),
         (["--cp-comm-type", "auto"], "cp_comm_type is 'auto', which goes by the prices"),
         (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, fla"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),

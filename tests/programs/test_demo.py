@@ -1,5 +1,6 @@
 """The demo from its command line, on real ranks and text: its files and numbers."""
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from support.ranks import run_module
 
 import hcp
 from hcp._digest import digest_of
+from hcp.demo import checkpoint
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Run, table
@@ -129,6 +131,10 @@ def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
         assert alarm not in result.stderr
 
 
+def saved_in(folder):
+    return torch.load(io.BytesIO(checkpoint.read(folder)), weights_only=True)
+
+
 @pytest.mark.parametrize(
     ("ranks", "ddp"), [(2, ()), (3, ("--ddp",))], ids=["own buffer", "ddp on three ranks"]
 )
@@ -152,7 +158,7 @@ def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
     result = demo_on(ranks, *options, *again, "--load", str(pieces), folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "go on with" not in result.stdout
-    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, pieces)]
+    ends = [saved_in(folder) for folder in (whole, pieces)]
     for name in ("static_cp", "dynamic_cp"):
         one, other = ({**end["runs"][name], "run": None} for end in ends)
         assert digest_of(one) == digest_of(other)
@@ -173,8 +179,16 @@ def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_pa
     options = ["--data", texts, *TINY, "--no-compare", "--train-iters", "1"]
     options += ["--max-seqlen-per-dp-cp-rank", "200"]
     saved, run = str(tmp_path / "saved"), ["--run-dir", str(tmp_path / "run")]
+    metrics = tmp_path / "run/metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text("of the run before")
     result = demo_on(1, *options, *run, "--load", saved, folder=tmp_path)
     assert result.returncode == 2
+    assert metrics.read_text() == "of the run before"
+    result = demo_on(1, *options, *run, "--save", str(metrics), folder=tmp_path)
+    assert result.returncode == 2
+    assert f"hcp demo: error: {metrics}: File exists" in result.stderr
+    assert metrics.read_text() == ""  # before the first step
     assert f"--load {saved}: no checkpoint.pt in it, expected one that --save" in result.stderr
     result = demo_on(1, *options, *run, "--save", saved, folder=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import trainer as theirs
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
@@ -54,6 +56,8 @@ from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.stats import MeanMetrics
+
+_log = logging.getLogger("hcp")
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -117,6 +121,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         own = partial(image_sample, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
         self._means = MeanMetrics()
+        self.add_callback(LoaderPosition())
 
     # ---- training ----
 
@@ -279,6 +284,52 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return EvalLoopOutput(
             predictions=given, label_ids=labels, metrics=prefixed, num_samples=count
         )
+
+
+class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Keeps the state of hcp's loader in the Trainer's checkpoints, under the name of this class.
+
+    Transformers counts steps, whatever the samples of each: with a smaller global batch it would
+    go on at samples that were trained already."""
+
+    def __init__(self) -> None:
+        self.loader: DynamicCPDataLoader | None = None
+
+    def state(self) -> dict[str, Any]:
+        saved = {} if self.loader is None else {"saved": self.loader.state_dict()}
+        return {"args": {}, "attributes": saved}
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, *, train_dataloader: Any, **others: Any
+    ) -> None:
+        """Raises ValueError where a run resumes with other batches than it was saved with."""
+        self.loader = train_dataloader
+        kept = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})
+        state.stateful_callbacks[type(self).__name__] = self.state()  # as Transformers expects
+        if state.global_step and not args.ignore_data_skip:
+            _go_on(train_dataloader, kept["attributes"].get("saved"))
+
+
+def _go_on(loader: DynamicCPDataLoader, saved: Mapping[str, Any] | None) -> None:
+    if saved is None:
+        _log.warning(
+            "hcp: the checkpoint does not say of which batches its steps were, as one of an older "
+            "version: that they are of the same dataset, order and size is not checked"
+        )
+        return
+    if is_stream(loader.dataset) and saved["epoch"]:
+        raise ValueError(
+            f"the checkpoint is of epoch {saved['epoch']} of a stream, expected 0: Transformers "
+            "looks for its place in the first one. TrainingArguments(ignore_data_skip=True) begins "
+            "the stream anew"
+        )
+    try:
+        loader.load_state_dict(saved)
+    except ValueError as error:
+        raise ValueError(
+            f"resume_from_checkpoint: {error}. batch_size is per_device_train_batch_size times the "
+            "ranks; TrainingArguments(ignore_data_skip=True) begins the epoch anew"
+        ) from error
 
 
 @contextlib.contextmanager

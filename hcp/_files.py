@@ -1,0 +1,101 @@
+"""The one writer of files: a file is the old one or the new one, whole, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PathLike = str | os.PathLike[str]
+
+
+def write_file(
+    path: PathLike, content: str | bytes, *, before: Callable[[], object] = lambda: None
+) -> None:
+    """Write a file, text as UTF-8. One that was there is replaced once the new one is on the disk.
+
+    Until then the new one has a name of its own, beside it: two writers never meet. ``before``:
+    called just before the old file is replaced; it may raise. A pipe or a device is written to as
+    it is. Raises OSError that names the path; the old file is then as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with _naming(path):
+        target = _target(path)
+        if _is_special(target):
+            target.write_bytes(data)
+            return
+        with _new_beside(target, data) as new:
+            if target.exists():
+                new.chmod(target.stat().st_mode & 0o7777)
+            before()
+            new.replace(target)
+
+
+def append_to_file(path: PathLike, text: str) -> None:
+    """Add text at the end of a file, as UTF-8: all of it or, with OSError that names the path,
+    nothing."""
+    data = text.encode()
+    with _naming(path), Path(path).open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def expect_writable(name: str, path: PathLike) -> None:
+    """Raise ValueError unless `write_file` could write this file, which nothing is written to."""
+    try:
+        target = _target(path)
+        if not _is_special(target):
+            with _new_beside(target, bytes(4096)):  # on a full disk, an empty one can be made
+                pass
+    except OSError as error:
+        raise ValueError(
+            f"{name} is {os.fspath(path)}, expected a file that can be written: {error.strerror}"
+        ) from None
+
+
+def _target(path: PathLike) -> Path:
+    """The file itself, where the path is a link. OSError if it must not be written."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return target
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()
+
+
+@contextlib.contextmanager
+def _new_beside(target: Path, data: bytes) -> Iterator[Path]:
+    """Inside this context there is a file of these bytes on the disk, with a name of its own."""
+    new = target.with_name(f".{target.name[:50]}.{os.urandom(8).hex()}.new")
+    file = new.open("xb")
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield new
+    finally:
+        new.unlink(missing_ok=True)  # missing: it has replaced the old one
+
+
+@contextlib.contextmanager
+def _naming(path: PathLike) -> Iterator[None]:
+    """Inside this context, OSErrors name this path, not that of the new file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
