@@ -58,9 +58,12 @@ class Folder:
     by its next save."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if nothing can be written there."""
+        """Raises ValueError if nothing can be written there."""
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--save {path}: it cannot be a folder: {error.strerror}") from None
         expect_writable("save", self.path / FILE)
         owner = {"run": os.urandom(8).hex(), "host": platform.node(), "process": os.getpid()}
         self._owner = json.dumps(owner)

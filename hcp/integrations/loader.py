@@ -701,7 +701,7 @@ def _ended_early(batch: Read[Any], number: int, start: int) -> Iterator[Any]:
     yield from batch
     raise HcpError(
         f"rank {dist.get_rank()}: the stream ended after {number} batches, expected the {start} "
-        "after which the loader goes on: give the stream that was saved",
+        "after which the loader goes on: give the stream that was saved, in its epoch",
         code="dataset-ended",
     )
 

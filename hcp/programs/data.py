@@ -73,7 +73,7 @@ class Corpus:
     @property
     def digest(self) -> str:
         """A hash of all documents, in hexadecimal."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(len(self.training).to_bytes(8, "little"))
         for document in self.training + self.validation:
             digest.update(document.length.to_bytes(8, "little") + document.text)
         return digest.hexdigest()

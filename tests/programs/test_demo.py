@@ -184,12 +184,12 @@ def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_pa
     metrics.write_text("of the run before")
     result = demo_on(1, *options, *run, "--load", saved, folder=tmp_path)
     assert result.returncode == 2
+    assert f"--load {saved}: no checkpoint.pt in it, expected one that --save" in result.stderr
     assert metrics.read_text() == "of the run before"
     result = demo_on(1, *options, *run, "--save", str(metrics), folder=tmp_path)
     assert result.returncode == 2
-    assert f"hcp demo: error: {metrics}: File exists" in result.stderr
+    assert f"--save {metrics}: it cannot be a folder: File exists" in result.stderr
     assert metrics.read_text() == ""  # before the first step
-    assert f"--load {saved}: no checkpoint.pt in it, expected one that --save" in result.stderr
     result = demo_on(1, *options, *run, "--save", saved, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     again = [*options, *run, "--load", saved]
