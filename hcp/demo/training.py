@@ -373,9 +373,9 @@ def train_all(
         data = on_every_rank(lambda: checkpoint.read(place))
         same_on_every_rank("the checkpoints under --load", hashlib.sha256(data).hexdigest())
         metrics = on_every_rank(lambda: checkpoint.load(place, data, trainings, settings))
-    reporter.begin(metrics, sum(len(each.run.steps) for each in trainings))
     writes = args.save and reporter.active
     folder = on_every_rank(lambda: checkpoint.Folder(args.save) if writes else None)
+    reporter.begin(metrics, sum(len(each.run.steps) for each in trainings))
 
     def save() -> None:
         if folder is not None:

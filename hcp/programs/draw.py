@@ -25,5 +25,5 @@ def write_figure(figure: Any, path: PathLike) -> None:
     """Write a figure in the format that the name ends with. Raises OSError that names the path; a
     file that was there is kept."""
     memory = io.BytesIO()
-    figure.savefig(memory, format=Path(path).suffix[1:], dpi=120)
+    figure.savefig(memory, format=Path(path).suffix[1:] or "png", dpi=120)
     write_file(path, memory.getvalue())

@@ -189,7 +189,7 @@ def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_pa
     result = demo_on(1, *options, *run, "--save", str(metrics), folder=tmp_path)
     assert result.returncode == 2
     assert f"--save {metrics}: it cannot be a folder: File exists" in result.stderr
-    assert metrics.read_text() == ""  # before the first step
+    assert metrics.read_text() == "of the run before"
     result = demo_on(1, *options, *run, "--save", saved, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     again = [*options, *run, "--load", saved]
