@@ -294,6 +294,66 @@ def test_megatrons_padded_and_packed_samples_are_the_sequences_they_hold():
     assert [each["tokens"] for each in sequences({**sample, **rest})] == [[1, 2]]
 
 
+def packed_with_padding(names, generator, multiple=4):
+    """A packed sample whose documents end before the next ones begin, and its documents. `names`:
+    those of the bounds with padding, and without it."""
+    lengths = torch.randint(1, 30, (4,), generator=generator).tolist()
+    rooms = [-(-n // multiple) * multiple for n in lengths]
+    parts = {name: [] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    for i, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
+        learned = torch.arange(room) < length - 1
+        learned[: int(torch.randint(length, (1,), generator=generator))] = False  # a prompt
+        document = 100 * (i + 1) + torch.arange(length)
+        parts["tokens"].append(F.pad(document, (0, room - length)))
+        parts["labels"].append(F.pad(document + 1, (0, room - length)))
+        parts["loss_mask"].append(learned.float())
+        parts["position_ids"].append(torch.arange(room))
+    sample = {name: torch.cat(rows)[None] for name, rows in parts.items()}
+    for name, each in zip(names, (rooms, lengths), strict=True):
+        sample[name] = F.pad(torch.tensor(each).cumsum(0), (1, 0)).int()
+    return sample, [
+        {name: rows[i][:n].tolist() for name, rows in parts.items() if name != "position_ids"}
+        for i, n in enumerate(lengths)
+    ]
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cu_seqlens_padded", "cu_seqlens"),
+        ("cu_seqlens", "cu_seqlens_unpadded"),
+        ("cu_seqlens_q_padded", "cu_seqlens_q"),
+    ],
+)
+@pytest.mark.parametrize("positions", [True, False])
+def test_documents_with_padding_between_them_are_taken_from_their_places(names, positions):
+    generator = torch.Generator().manual_seed(5)
+    for case in range(50):
+        sample, documents = packed_with_padding(names, generator)
+        if not positions:
+            del sample["position_ids"]
+        assert sequences(sample) == documents, (case, sample)
+        # As loaders fill them up: by the end, or by numbers below 0, whose place they may tell.
+        for fill in (-1, -1000):
+            filled = {name: F.pad(sample[name], (0, 3), value=fill) for name in names}
+            filled[f"{names[1]}_argmin"] = torch.tensor([[5]])
+            assert sequences({**sample, **filled}) == documents, (case, sample)
+        filled = {name: F.pad(sample[name], (0, 3), value=int(sample[name][-1])) for name in names}
+        assert sequences({**sample, **filled}) == documents, (case, sample)
+
+
+@needs_megatron
+def test_bounds_of_queries_and_keys_are_read_where_they_are_equal():
+    bounds = torch.tensor([0, 2, 5])
+    sample = {"tokens": torch.arange(5), "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds.clone()}
+    assert [each["tokens"] for each in sequences(sample)] == [[0, 1], [2, 3, 4]]
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_kv is \[0, 5\], expected \[0, 2, 5\], cu_seq"
+    ):
+        sequences({**sample, "cu_seqlens_kv": torch.tensor([0, 5])})
+
+
 @needs_megatron
 def test_what_megatrons_dataset_says_of_documents_in_a_sample_is_not_left_out():
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
@@ -316,6 +376,10 @@ def test_what_megatrons_dataset_says_of_documents_in_a_sample_is_not_left_out():
     assert [each["tokens"] for each in documents] == [[5, 6, 0], [7, 8]]
 
 
+def both(padded, real):
+    return {"cu_seqlens_padded": torch.tensor(padded), "cu_seqlens": torch.tensor(real)}
+
+
 @needs_megatron
 @pytest.mark.parametrize(
     ("bounds", "message"),
@@ -325,6 +389,27 @@ def test_what_megatrons_dataset_says_of_documents_in_a_sample_is_not_left_out():
         ({"cu_seqlens": torch.tensor([0, 6])}, "go up from 0 to at most 5"),
         ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens ends at 2, expected 5"),
         ({"original_seq_len": 6}, "original_seq_len is 6, expected at most 5"),
+        ({"cu_seqlens": torch.tensor([0])}, "cu_seqlens ends at 0, expected 5"),
+        (both([0, 3, 5], [0, 3]), "cu_seqlens has 2 bounds and cu_seqlens_padded 3, expected as"),
+        (both([0, 3, 5], [0, 2, 5]), "sequence 1 has 3 tokens by cu_seqlens and 2 by cu_seqlens_p"),
+        (
+            both([0, 3, 5], [1, 3, 5]),
+            r"cu_seqlens is \[1, 3, 5\], expected bounds that go up from 0",
+        ),
+        (
+            {**both([0, 3, 5], [0, 2, 4]), "loss_mask": torch.ones(5)},
+            "loss_mask is not 0 in the rows 2 to 2, which cu_seqlens_padded says are padding",
+        ),
+        ({"cu_seqlens_padded": torch.tensor([0, 5])}, "a sample has cu_seqlens_padded, expected"),
+        (
+            {"cu_seqlens": torch.tensor([0, 5]), "cu_seqlens_argmin": torch.tensor([1])},
+            r"cu_seqlens_argmin is \[1\], expected \[2\], the number of cu_seqlens",
+        ),
+        (
+            {**both([0, 5], [0, 4]), "cu_seqlens_original": torch.tensor([0, 5])},
+            "a sample has cu_seqlens, cu_seqlens_original, cu_seqlens_padded, expected cu_seqlens",
+        ),
+        ({"seq_lens": torch.tensor([2, 3])}, "a sample has seq_lens, expected cu_seqlens"),
     ],
 )
 def test_bounds_that_leave_tokens_out_are_refused(bounds, message):
@@ -536,6 +621,100 @@ def attend_with_megatrons_own_params(rank, size):
         handler_of(odd, groups.cp)
     with pytest.raises(ValueError, match="got no packed_seq_params in the format 'thd'"):
         handler_of(None, groups.cp)
+
+
+def attend_between_padding(rank, size):
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from hcp.integrations.megatron import handler_of
+    from hcp.integrations.megatron.layers import CoreAttention
+
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        context_parallel_size=size,
+    )
+    real, rooms = [5, 13, 0, 1, 7], [8, 16, 4, 4, 8]
+    starts = torch.tensor([0, *rooms[:-1]]).cumsum(0).tolist()
+
+    def params(**other):
+        named = {}
+        for name, lengths in (("", real), ("_padded", rooms)):
+            bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+            named.update({f"cu_seqlens_q{name}": bounds, f"cu_seqlens_kv{name}": bounds})
+        return PackedSeqParams("thd", **{**named, **other})
+
+    drawn = torch.Generator().manual_seed(3)
+    own = torch.tensor(
+        [
+            start + row
+            for start, room in zip(starts, rooms, strict=True)
+            for place in (rank, 2 * size - 1 - rank)
+            for row in range(place * room // 2 // size, (place + 1) * room // 2 // size)
+        ]
+        if size > 1
+        else range(sum(rooms))
+    )
+    whole = [
+        torch.randn(sum(rooms), heads, 8, generator=drawn, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    ]
+    weights = torch.randn(sum(rooms), 4, 8, generator=drawn, dtype=torch.float64)
+    for kind in AttnMaskType:
+        layer = CoreAttention(config, 1, kind, "self", pg_collection=groups)
+        mine = [rows[own].clone().requires_grad_() for rows in whole]
+        causal = "causal" in kind.name
+        if kind == AttnMaskType.arbitrary or (size > 1 and not causal):
+            message = "arbitrary" if kind == AttnMaskType.arbitrary else r"padding \(cu_seqlens_q"
+            with pytest.raises(ValueError, match=message):
+                layer(*mine, None, packed_seq_params=params())
+            continue
+        out = layer(*mine, None, packed_seq_params=params()).view(-1, 4, 8)
+        alone = [rows.clone().requires_grad_() for rows in whole]
+        expected = torch.zeros_like(weights)
+        for start, n in zip(starts, real, strict=True):
+            q, k, v = (rows[start : start + n].transpose(0, 1) for rows in alone)
+            k, v = (rows.repeat_interleave(2, 0) for rows in (k, v))
+            there = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+            expected[start : start + n] = there
+        kept = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, real, strict=True)])
+        learned = torch.zeros(sum(rooms), 1, 1, dtype=torch.float64)
+        learned[kept] = 1
+        torch.testing.assert_close((out * learned[own]), expected[own], rtol=0, atol=1e-10)
+        (out * (weights * learned)[own]).sum().backward()
+        (expected * weights).sum().backward()
+        for here, there in zip(mine, alone, strict=True):
+            grads = torch.zeros_like(there)
+            grads[own] = here.grad
+            torch.distributed.all_reduce(grads)
+            torch.testing.assert_close(grads, there.grad, rtol=0, atol=1e-10)
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
+        with pytest.raises(ValueError, match=f"{name} is .* as of the queries"):
+            handler_of(params(**{name: bounds}), groups.cp)
+    other = params()
+    other.cp_partition_mode = "contiguous"
+    if size > 1:
+        with pytest.raises(
+            ValueError, match="cp_partition_mode is 'contiguous', expected 'zigzag'"
+        ):
+            handler_of(other, groups.cp)
+    parallel_state.destroy_model_parallel()
+
+
+@needs_megatron
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_layer_attends_to_padding_between_megatrons_sequences(size):
+    run_ranks(size, attend_between_padding)
 
 
 @needs_megatron

@@ -238,6 +238,44 @@ def test_documents_in_a_sample_are_sequences_of_their_own():
 
 
 @needs_training
+def test_bounds_of_a_micro_batch_are_read_with_and_without_a_dimension_for_samples():
+    from hcp.integrations.megatron.lm import reading
+
+    rows = torch.arange(6)[None]
+    batch = {"tokens": rows, "labels": rows + 1, "loss_mask": torch.ones(1, 6)}
+    for bounds in (torch.tensor([0, 2, 6]), torch.tensor([[0, 2, 6]]), [0, 2, 6]):
+        given = {**batch, "cu_seqlens": bounds, "max_seqlen": torch.tensor(4)}
+        found = [each["tokens"].tolist() for each in reading.sequences_of(given)]
+        assert found == [[0, 1], [2, 3, 4, 5]]
+    two = {name: value.repeat(2, 1) for name, value in batch.items()}
+    stacked = torch.tensor([[0, 2, 6], [0, 5, 6]])
+    found = [
+        each["tokens"].tolist() for each in reading.sequences_of({**two, "cu_seqlens": stacked})
+    ]
+    assert found == [[0, 1], [2, 3, 4, 5], [0, 1, 2, 3, 4], [5]]
+    for bounds in (torch.tensor([0, 2, 6]), [0, 2, 6]):
+        with pytest.raises(ValueError, match=r"cu_seqlens is a .* in a micro-batch of 2 samples"):
+            list(reading.sequences_of({**two, "cu_seqlens": bounds}))
+
+
+@needs_training
+def test_a_micro_batch_may_be_a_list_of_samples():
+    """As loaders of samples of several lengths give it, on branch dev of Megatron-LM."""
+    from hcp.integrations.megatron.lm import reading
+
+    def sample(length, real):
+        row = torch.arange(length)
+        lengths = {
+            "padded_seq_len": torch.tensor([length]),
+            "original_seq_len": torch.tensor([real]),
+        }
+        return {"tokens": row, "labels": row + 1, "loss_mask": torch.ones(length), **lengths}
+
+    found = reading.drawn_now(iter([[sample(4, 3), sample(8, 5)]]), 1)
+    assert [each["tokens"].tolist() for each in found] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+@needs_training
 def test_steps_that_are_read_ahead_leave_megatrons_iterator_as_if_they_were_not():
     """A step can be run again, and steps may change their size."""
     from megatron.core.rerun_state_machine import RerunDataIterator, initialize_rerun_state_machine

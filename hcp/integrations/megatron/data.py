@@ -18,6 +18,7 @@ from torch import Tensor
 
 import hcp
 from hcp._words import Sync
+from hcp.integrations.megatron.bounds import bounds_of
 from hcp.integrations.megatron.packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
 
@@ -100,7 +101,8 @@ def plan_batches(
     `batches`: for each step, the samples that this rank loads, any number. A sample is a dictionary
     with "tokens" (length,). "labels" and "loss_mask", 0 or 1, are (length,), and made from the
     tokens if they are missing. Megatron's own samples, with a batch dimension of 1, with
-    `original_seq_len` or with packed `cu_seqlens`, are split into their sequences.
+    `original_seq_len` or with packed `cu_seqlens`, are split into their sequences. With
+    `cu_seqlens_padded` too, these are their places, and `cu_seqlens` their lengths.
     `samples_of`: the ranks that load different samples: all of "dp_cp", or those of "dp", if CP
     siblings load the same, as Megatron's samplers do. `cost`: that of one pipeline stage.
 
@@ -175,35 +177,10 @@ def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     if "tokens" not in sample:
         raise ValueError(f"a sample has {sorted(sample)}, expected 'tokens' among them")
     rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
-    for start, stop in _bounds(sample, rows):
+    for start, stop in bounds_of(sample, rows):
         if stop > start:
             _check_document(sample, start, stop)
             yield _complete({name: value[start:stop] for name, value in rows.items()})
-
-
-def _bounds(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each sequence of a sample. The other rows are padding."""
-    length = len(rows["tokens"])
-    bounds, end = sample.get("cu_seqlens"), sample.get("original_seq_len")
-    if bounds is None:
-        ends = [0, length if end is None else int(torch.as_tensor(end))]
-        if ends[1] > length:
-            raise ValueError(f"original_seq_len is {ends[1]}, expected at most {length} tokens")
-        return itertools.pairwise(ends)
-    given = torch.as_tensor(bounds).flatten().tolist()
-    ends = list(itertools.takewhile(lambda bound: bound >= 0, given))  # -1 fills up a batch
-    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > length:
-        raise ValueError(
-            f"cu_seqlens is {given}, expected bounds that go up from 0 to at most {length}, the "
-            "tokens of the sample"
-        )
-    mask = rows.get("loss_mask")
-    if ends[-1] < length and (mask is None or bool(mask[ends[-1] :].any())):
-        raise ValueError(
-            f"cu_seqlens ends at {ends[-1]}, expected {length}, the tokens of the sample, or a "
-            "loss_mask of 0 after it: the others would not be learned"
-        )
-    return itertools.pairwise(ends)
 
 
 def _check_document(sample: Mapping[str, Any], start: int, stop: int) -> None:

@@ -25,11 +25,18 @@ from hcp._words import CommType
 from hcp.integrations.megatron.backends import backend_of_config
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.latent import Expansion, hand_on, sends_latents
-from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.packed import handler_of, with_padding, without_causal_mask
 from hcp.integrations.megatron.rotary import Rotations, check_latent, latent_twin, rotations_of
 from hcp.integrations.megatron.twin import twin
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_CAUSAL = {
+    AttnMaskType.causal: True,
+    AttnMaskType.padding_causal: True,
+    AttnMaskType.causal_bottom_right: True,  # queries and keys are as many
+    AttnMaskType.padding: False,
+    AttnMaskType.no_mask: False,
+}
+"""Whether a layer is causal. A mask of one's own (arbitrary) is refused."""
 
 
 class CoreAttention(MegatronModule):
@@ -54,6 +61,7 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
         self.pg_collection = pg_collection
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(config, dropout, attention_type)
@@ -107,10 +115,12 @@ class CoreAttention(MegatronModule):
         keys: dict[str, Any] = {"key": key, "value": value}
         if expansion is not None:
             keys = {"key": key.squeeze(1), "expand": expansion, "parameters": expansion.parameters}
-        out: Tensor = cp.attention(
+        causal = _is_causal(attn_mask_type or self.attn_mask_type)
+        over = cp if causal else without_causal_mask(cp)
+        out: Tensor = over.attention(
             query,
             **keys,
-            causal=attn_mask_type is None or attn_mask_type in _CAUSAL,
+            causal=causal,
             window_size=self.window_size,
             softmax_scale=self.softmax_scale,
             sinks=self._sinks(query),
@@ -150,6 +160,13 @@ class CoreAttention(MegatronModule):
             tp_group=self.pg_collection.tp,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def _is_causal(kind: AttnMaskType) -> bool:
+    if kind not in _CAUSAL:
+        names = ", ".join(each.name for each in _CAUSAL)
+        raise ValueError(f"attn_mask_type is {kind.name!r}, expected one of {names}")
+    return _CAUSAL[kind]
 
 
 def _comm_type(config: Any, layer_number: int) -> CommType | None:

@@ -6,6 +6,7 @@ itself, with its cp_group or local_cp_size, get a handler when the first layer a
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -68,6 +69,34 @@ def with_padding(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
 
 
+def without_causal_mask(cp: hcp.ContextParallelHandler) -> hcp.ContextParallelHandler:
+    """Return the handler for a layer whose rows see later ones too. Of params with padding between
+    their sequences it is another one, which hides the padding. Raises ValueError if several ranks
+    compute these."""
+    real = _real_lengths.get(cp)
+    if real is None:
+        return cp
+    if cp.degree > 1:
+        raise ValueError(
+            f"packed_seq_params has padding (cu_seqlens_q {real}, cu_seqlens_q_padded "
+            f"{cp.plan.lengths}) on {cp.degree} ranks in a layer without a causal mask, expected "
+            "none: hcp would cut such sequences elsewhere; plan_batches needs no padding"
+        )
+    if cp not in _hiding:
+        rooms = zip(real, cp.plan.lengths, strict=True)
+        masks = [hcp.Mask(room, [((0, n), (0, n))] if n else []) for n, room in rooms]
+        alone = one_rank(cp.cu_seqlens.device)
+        _hiding[cp] = type(cp)(cp.plan.with_masks(masks), 0, alone, comm_types=_WITHOUT_CHOICE)
+    return _hiding[cp]
+
+
+_Handlers = weakref.WeakKeyDictionary[hcp.ContextParallelHandler, Any]
+_real_lengths: _Handlers = weakref.WeakKeyDictionary()
+"""Tokens of each sequence without padding, of the handlers whose sequences have some."""
+_hiding: _Handlers = weakref.WeakKeyDictionary()
+"""The handlers that hide it."""
+
+
 def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.ContextParallelHandler:
     """Make the handler for Megatron's cut: 2 x size chunks of every sequence, padding included. It
     is also hcp's cut."""
@@ -79,10 +108,13 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.Conte
             f"packed_seq_params.local_cp_size is {params.local_cp_size}, expected {size}: the size "
             "of its cp_group"
         )
-    bounds = params.cu_seqlens_q
-    if params.cu_seqlens_q_padded is not None:
-        bounds = params.cu_seqlens_q_padded
-    lengths = [n for n in bounds.diff().tolist() if n > 0]
+    mode = getattr(params, "cp_partition_mode", None) or "zigzag"
+    if size > 1 and mode != "zigzag":
+        raise ValueError(
+            f"packed_seq_params.cp_partition_mode is {mode!r}, expected 'zigzag': hcp takes each "
+            "sequence as cut in 2 x CP chunks"
+        )
+    lengths, real = _lengths_of(params)
     uneven = [n for n in lengths if n % (2 * size)]
     if size > 1 and uneven:
         raise ValueError(
@@ -98,9 +130,38 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.Conte
         ],
     }
     plan = hcp.Plan.from_dict(data)
-    transport = one_rank(bounds.device) if alone else _transport_over(group)
-    made = hcp.get_cp_handler_cls(backend_of_config(config))
-    return made(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
+    transport = one_rank(params.cu_seqlens_q.device) if alone else _transport_over(group)
+    kind = hcp.get_cp_handler_cls(backend_of_config(config))
+    made: hcp.ContextParallelHandler = kind(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
+    if real != lengths:
+        _real_lengths[made] = real
+    return made
+
+
+def _lengths_of(params: Any) -> tuple[list[int], list[int]]:
+    """Return the lengths of sequences with padding, and those without it."""
+    real = params.cu_seqlens_q.tolist()
+    padded = real if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
+    for name, expected in (("cu_seqlens_kv", real), ("cu_seqlens_kv_padded", padded)):
+        given = getattr(params, name)
+        if given is not None and given.tolist() != expected:
+            raise ValueError(
+                f"packed_seq_params.{name} is {given.tolist()}, expected {expected} as of the "
+                "queries: hcp's layers are self-attention"
+            )
+    if len(real) != len(padded):
+        raise ValueError(
+            f"packed_seq_params has {len(real)} cu_seqlens_q and {len(padded)} "
+            "cu_seqlens_q_padded, expected as many"
+        )
+    pairs = zip(itertools.pairwise(padded), itertools.pairwise(real), strict=True)
+    lengths = [(end - start, own_end - own) for (start, end), (own, own_end) in pairs]
+    if wrong := next((pair for pair in lengths if not 0 <= pair[1] <= pair[0]), None):
+        raise ValueError(
+            f"packed_seq_params has a sequence of {wrong[1]} tokens by cu_seqlens_q in {wrong[0]} "
+            "rows by cu_seqlens_q_padded, expected at most as many tokens"
+        )
+    return [room for room, _ in lengths if room], [own for room, own in lengths if room]
 
 
 _WITHOUT_CHOICE: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hcp.integrations.megatron import data
+from hcp.integrations.megatron.bounds import BOUNDS
 
 Sample = dict[str, Tensor]
+MicroBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Stacked samples, or a list: loaders of samples of several lengths do not stack them."""
 
 
 class _Drawn(NamedTuple):
     """What was drawn for a step."""
 
-    micro_batches: list[Mapping[str, Any]]
+    micro_batches: list[MicroBatch]
     sequences: list[Sample]
 
 
@@ -26,11 +29,11 @@ class StepReader:
     """Reads the sequences of one step after the other. Megatron's iterator is left as if each were
     read when `take` is called: it may replay the micro-batches of the step that was taken last."""
 
-    def __init__(self, iterator: Iterator[Mapping[str, Any]], micro_batches: int) -> None:
+    def __init__(self, iterator: Iterator[MicroBatch], micro_batches: int) -> None:
         """`micro_batches`: of the loader, in a step."""
         self.iterator, self.micro_batches = iterator, micro_batches
         self._waiting: deque[_Drawn] = deque()
-        self._given_back: deque[Mapping[str, Any]] = deque()
+        self._given_back: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[Iterator[Sample]]:
         while True:
@@ -63,17 +66,37 @@ class StepReader:
         return reader
 
 
-def drawn_now(iterator: Iterator[Mapping[str, Any]], micro_batches: int) -> list[Sample]:
+def drawn_now(iterator: Iterator[MicroBatch], micro_batches: int) -> list[Sample]:
     """Return the sequences of the iterator's next micro-batches."""
     return [each for _ in range(micro_batches) for each in sequences_of(next(iterator))]
 
 
-def sequences_of(batch: Mapping[str, Any]) -> Iterator[Sample]:
+def sequences_of(batch: MicroBatch) -> Iterator[Sample]:
     """Yield the sequences of a micro-batch of the loader, without rows that nothing learns from."""
-    columns = {name: value for name, value in batch.items() if torch.is_tensor(value)}
-    for i in range(len(columns["tokens"])):
-        sample = {name: value[i : i + 1] for name, value in columns.items()}
+    for sample in _samples(batch):
         yield from map(_trimmed, data.sequences_of(sample))
+
+
+def _samples(batch: MicroBatch) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(batch, Mapping):
+        return batch
+    tokens = batch.get("tokens")
+    if tokens is None or tokens.dim() == 1 or len(tokens) == 1:
+        return [batch]
+    count = len(tokens)
+    return [{n: _of_sample(n, v, i, count) for n, v in batch.items()} for i in range(count)]
+
+
+def _of_sample(name: str, value: Any, i: int, count: int) -> Any:
+    if torch.is_tensor(value) and value.dim() and len(value) == count:
+        return value[i : i + 1]
+    if value is not None and name.startswith(BOUNDS):
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(
+            f"{name} is a {type(value).__name__} of shape {shape} in a micro-batch of {count} "
+            f"samples, expected a tensor ({count}, bounds)"
+        )
+    return value
 
 
 def _trimmed(sequence: Sample) -> Sample:
@@ -93,9 +116,9 @@ def is_replaying(iterator: Any) -> bool:
     return is_replayable(iterator) and iterator.replaying
 
 
-def _source(iterator: Any) -> Iterator[Mapping[str, Any]]:
+def _source(iterator: Any) -> Iterator[MicroBatch]:
     """What is read ahead is not to be replayed with the step before it."""
-    source: Iterator[Mapping[str, Any]] = iterator.iterable if is_replayable(iterator) else iterator
+    source: Iterator[MicroBatch] = iterator.iterable if is_replayable(iterator) else iterator
     return source
 
 
