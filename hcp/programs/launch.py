@@ -17,7 +17,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hcp.errors import HcpError
@@ -29,6 +30,20 @@ GRACE_SECONDS = 2.0
 
 class InputError(ValueError):
     """An error in the user's input. Only its message is printed."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Return a context in which a ValueError that hcp's own code raises is an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
+            raise
+        raise InputError(error) from error
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def evaluate_by_schedule(rank, size, steps, ahead):
     vars(args).update(microbatch_group_size_per_vp_stage=None, plan_ahead=ahead)
     seen, drawn, loader = [], [], Loader()
     groups = hcp.build_process_groups(tp=1, cp=1, dp=1, pp=1)
-    run = PlannedSchedule(schedule, args, groups, lambda: None, steps)
+    run = PlannedSchedule(schedule, args, config_from_args(args), groups, lambda: None, steps)
     for _ in range(4):
         run(
             forward_step_func=None,

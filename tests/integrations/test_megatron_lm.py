@@ -7,8 +7,10 @@ pretrain_gpt.py, that one runs too.
 import argparse
 import functools
 import importlib.util
+import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,23 +153,67 @@ def parsed(*flags):
     parser.add_argument("--cuda-graph-impl", default="none")
     parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int)
     parser.add_argument("--sequence-packing-scheduler", choices=("dp_balanced",))
-    for name in ("hybrid-context-parallel", "use-megatron-fsdp", "check-for-spiky-loss"):
+    parser.add_argument("--pad-packed-seq-alignment")
+    for name in ("hybrid-context-parallel", "use-megatron-fsdp", "check-for-spiky-loss", "sft"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--no-per-token", dest="calculate_per_token_loss", action="store_false")
-    parser.set_defaults(world_size=2, variable_seq_lengths=False)
+    parser.set_defaults(world_size=2, variable_seq_lengths=False, micro_batch_size=2)
     return lm_flags.add_flags(parser).parse_args(flags)
+
+
+def validated(args, validate=lambda args: None):
+    """hcp's options, after Megatron-LM's own function has checked what it sees of them."""
+    from hcp.integrations.megatron.lm import seams
+
+    run = seams._Run()
+    seams._with_options(validate, run)(args)
+    return run.config
 
 
 @pytest.mark.parametrize("name", ["default_dynamic_cp", "dp_balanced", "hcp"])
 def test_every_name_of_a_scheduler_is_taken(name):
     args = parsed("--sequence-packing-scheduler", name, *DYNAMIC[1:2], "32")
-    lm_flags.check_args(args)
+    scheduler = validated(args).sequence_packing_scheduler
+    assert scheduler == ("static_cp" if name == "dp_balanced" else "dynamic_cp")
     assert not args.variable_seq_lengths
+
+
+def as_branch_dev(args):
+    """What Megatron-LM checks and sets of dynamic CP, as far as it is between it and hcp."""
+    if args.hierarchical_context_parallel_sizes:
+        assert args.context_parallel_size == math.prod(args.hierarchical_context_parallel_sizes)
+    assert "a2a+p2p" not in args.cp_comm_type or args.hierarchical_context_parallel_sizes
+    assert not args.dynamic_context_parallel
+    assert args.sequence_packing_scheduler is None
+    args.sequence_packing_scheduler = "dp_balanced"  # for a dataset of samples of several lengths
+
+
+LEVELS = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "1")
+
+
+def test_megatron_lm_does_not_see_the_options_of_hcp():
+    args = parsed(*DYNAMIC, "--min-dynamic-context-parallel-size", "2", *LEVELS, "--sft")
+    config = validated(args, as_branch_dev)
+    assert (config.sequence_packing_scheduler, config.cp_comm_type) == ("dynamic_cp", "a2a+p2p")
+    assert config.min_dynamic_context_parallel_size == 2
+    assert config.hierarchical_context_parallel_sizes == (2, 1)
+    assert (args.dynamic_context_parallel, args.sequence_packing_scheduler) == (False, None)
+    assert args.hierarchical_context_parallel_sizes is None
+    assert args.cp_comm_type == ["a2a+p2p"]  # layers take it from the model's config
+    assert args.use_vanilla_collate_fn  # samples have lengths of their own
+
+
+def test_a_scheduler_that_the_command_line_does_not_name_is_refused():
+    from hcp.integrations.megatron.lm import seams
+
+    config = SimpleNamespace(sequence_packing_scheduler="dp_balanced")
+    with pytest.raises(ValueError, match=r"config.sequence_packing_scheduler is 'dp_balanced'"):
+        seams._refuse_scheduler(iter(()), config, 4)
 
 
 def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
     args = parsed(*DYNAMIC[:2], "32", "--pipeline-model-parallel-size", "2")
-    lm_flags.check_args(args)
+    validated(args)
     assert (args.variable_seq_lengths, args.moe_token_dispatcher_type) == (True, "alltoall")
 
 
@@ -179,6 +225,7 @@ def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
         ((*DYNAMIC, "--no-per-token"), "--calculate-per-token-loss does not go with hcp"),
         ((*DYNAMIC, "--hybrid-context-parallel"), "--hybrid-context-parallel does not go"),
         ((*DYNAMIC, "--use-megatron-fsdp"), "--use-megatron-fsdp does not go"),
+        ((*DYNAMIC, "--pad-packed-seq-alignment", "8"), "--pad-packed-seq-alignment does not go"),
         ((*DYNAMIC, "--check-for-spiky-loss"), "--check-for-spiky-loss does not go"),
         ((*DYNAMIC, "--cuda-graph-impl", "local"), "--cuda-graph-impl local does not go"),
         ((*DYNAMIC, "--eval-context-parallel-size", "auto"), "is auto, expected a number"),
@@ -192,7 +239,7 @@ def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
 )
 def test_what_does_not_go_is_refused_before_groups_are_made(flags, message):
     with pytest.raises(ValueError, match=message):
-        lm_flags.check_args(parsed(*flags))
+        validated(parsed(*flags))
 
 
 def test_the_launcher_says_what_it_expects(capsys):

@@ -37,23 +37,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(script: str) -> None:
-    """Run a script's file as the main module, on the CPU if there is no GPU."""
+    """Run a script's file as the main module, on the CPU if there is no GPU. What hcp refuses
+    before training ends the process with one line."""
     import torch
 
     from hcp.integrations.megatron.lm.seams import install
-    from hcp.programs.launch import fail
+    from hcp.programs.launch import InputError, fail
 
+    on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    rank = int(os.environ.get("RANK", 0))
     try:
         install()
-    except ImportError as error:
-        sys.exit(fail(error, int(os.environ.get("RANK", 0)), NAME))
-    on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not torch.cuda.is_available():
-        from hcp.integrations.megatron.lm.on_cpu import megatron_lm_on_cpu
+        if not torch.cuda.is_available():
+            from hcp.integrations.megatron.lm.on_cpu import megatron_lm_on_cpu, require_helpers
 
-        on_cpu = megatron_lm_on_cpu()
-    with on_cpu:
-        runpy.run_path(script, run_name="__main__")
+            require_helpers()
+            on_cpu = megatron_lm_on_cpu()
+    except ImportError as error:
+        sys.exit(fail(error, rank, NAME))
+    try:
+        with on_cpu:
+            runpy.run_path(script, run_name="__main__")
+    except InputError as error:
+        sys.exit(fail(error, rank, NAME))
 
 
 if __name__ == "__main__":

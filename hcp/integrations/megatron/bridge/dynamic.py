@@ -16,6 +16,7 @@ from unittest import mock
 
 import hcp
 from hcp._validate import expect_choice
+from hcp.integrations.megatron.arguments import config_from_args
 from hcp.integrations.megatron.bridge.seams import BridgeCallback, check_batches, module_with
 from hcp.integrations.megatron.lm.logged import Writers
 from hcp.integrations.megatron.lm.schedule import PlannedSchedule
@@ -55,8 +56,11 @@ class DynamicContextParallel(BridgeCallback):
         check_batches(state, groups.size("dp"))
         self._args = _args_of(state.cfg, self._options)
         self._groups, self._state = groups, state
-        if state.cfg.model.pipeline_model_parallel_size > 1:
-            state.cfg.model.variable_seq_lengths = True
+        model = state.cfg.model
+        if model.pipeline_model_parallel_size > 1:
+            model.variable_seq_lengths = True
+            if not model.num_moe_experts:  # the default dispatcher is refused with it
+                model.moe_token_dispatcher_type = "alltoall"
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -81,7 +85,8 @@ class DynamicContextParallel(BridgeCallback):
         def planned(*given: Any, **named: Any) -> Callable[..., Any]:
             assert self._groups is not None  # Bridge calls set_up before it trains
             run = get(*given, **named)
-            schedule = PlannedSchedule(run, self._args, self._groups, self._writers)
+            config = config_from_args(self._args)
+            schedule = PlannedSchedule(run, self._args, config, self._groups, self._writers)
 
             def over_plan(**call: Any) -> Any:
                 _check_model(call["model"], kind)

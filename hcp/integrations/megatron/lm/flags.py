@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
-from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS
+from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS, Config
 
 _SCHEDULER = "--sequence-packing-scheduler"
 
@@ -25,21 +26,50 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def check_args(args: Any) -> None:
-    """Refuse what does not go with planned micro-batches, by the names of Megatron-LM's flags.
+def take_options(args: Any) -> Config:
+    """Return the options of planned micro-batches, and hide them from Megatron-LM: branch dev would
+    plan too and make groups for it, and all check the levels of a2a+p2p against one CP size.
 
-    Where pipeline stages send rows to each other, sets `args.variable_seq_lengths`, and for models
-    without experts the dispatcher that Megatron-Core requires with it. Raises ValueError on every
-    rank, before any process group is made.
+    Raises ValueError on every rank, before any process group is made.
     """
     if not _of(args, "dynamic_context_parallel") and not _of(args, "sequence_packing_scheduler"):
         raise ValueError(
             f"neither --dynamic-context-parallel nor {_SCHEDULER} is given, expected one of them: "
             "hcp plans every micro-batch; run the script without hcp for Megatron-LM's own"
         )
+    config = config_from_args(args)
+    hide_options(args)
+    return config
+
+
+def hide_options(args: Any) -> None:
+    """Let Megatron-LM not see the options of planned micro-batches. It may set one by itself."""
+    args.dynamic_context_parallel, args.sequence_packing_scheduler = False, None
+    args.hierarchical_context_parallel_sizes = None
+    if _of(args, "sft") and args.micro_batch_size > 1:
+        args.use_vanilla_collate_fn = True  # branch dev: samples have lengths of their own
+
+
+@contextmanager
+def other_comm_type(args: Any) -> Iterator[None]:
+    """Return a context in which Megatron-LM sees no a2a+p2p, whose levels it would miss."""
+    given = args.cp_comm_type
+    args.cp_comm_type = ["p2p"]
+    try:
+        yield
+    finally:
+        args.cp_comm_type = given
+
+
+def check_args(args: Any, config: Config) -> None:
+    """Refuse what does not go with planned micro-batches, by the names of Megatron-LM's flags.
+
+    Where pipeline stages send rows to each other, sets `args.variable_seq_lengths`, and for models
+    without experts the dispatcher that Megatron-Core requires with it. Raises ValueError on every
+    rank, before any process group is made.
+    """
     for flag, why in _refused(args):
         raise ValueError(f"{flag} does not go with hcp: {why}")
-    config = config_from_args(args)
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
             "--eval-context-parallel-size is auto, expected a number: ask "
@@ -80,6 +110,8 @@ def _refused(args: Any) -> Iterator[tuple[str, str]]:
         "fp4": "it was not tested",
         "overlap_moe_expert_parallel_comm": "hcp does not split a micro-batch",
         "fim_data": "it was not tested",
+        "pad_packed_seq_alignment": "it pads no micro-batch",
+        "thd_max_packed_sequences": "a micro-batch has as many sequences as the plan gives it",
     }
     for name, why in fixed.items():
         if _of(args, name):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sysconfig
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -17,6 +20,18 @@ _COUNTS = (
     *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
     "device_memory_used",
 )
+
+
+def require_helpers() -> None:
+    """Raise ImportError where a checkout of Megatron-LM is not compiled for this Python. Without a
+    GPU, Megatron-LM does not compile it."""
+    if find_spec("megatron.core.datasets.helpers_cpp") is None:
+        (folder,) = import_module("megatron.core.datasets").__path__
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        raise ImportError(
+            f"Megatron-LM has no helpers_cpp{suffix} in {folder}, expected it: python -m pip "
+            f"install pybind11, then make -C {folder} LIBEXT={suffix}"
+        )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 import hcp
 from hcp.integrations.megatron import data, step
-from hcp.integrations.megatron.arguments import config_from_args
 from hcp.integrations.megatron.lm.logged import Writers, logged_losses, write_metrics
 from hcp.integrations.megatron.lm.reading import (
+    MicroBatch,
     Sample,
     StepReader,
     drawn_now,
@@ -41,17 +41,18 @@ class PlannedSchedule:
         self,
         schedule: Callable[..., Any],
         args: Any,
+        config: hcp.Config,
         groups: hcp.ProcessGroups,
         writers: Callable[[], Writers],
         evaluation_steps: int | None = None,
     ) -> None:
-        """`args`: Megatron-LM's, or an object with their names. `groups`: those of training.
-        `writers`: where the metrics of the step that runs are written. `evaluation_steps`: of the
-        evaluation that it is for: no more are drawn. None: each is drawn in its turn."""
+        """`args`: Megatron-LM's, or an object with their names. `config`: the options of plans.
+        `groups`: those of training. `writers`: where the metrics of the step that runs are written.
+        `evaluation_steps`: of the evaluation that it is for: no more are drawn. None: each is drawn
+        in its turn."""
         self._schedule, self._args, self._groups = schedule, args, groups
         self._writers = writers
-        # Not kept in args, which Megatron-LM writes into checkpoints.
-        self._config = config_from_args(args)
+        self._config = config
         if getattr(args, "iterations_to_skip", None):  # Megatron draws their samples itself
             self._config = replace(self._config, plan_ahead=0)
         self._evaluation_steps = self._evaluation_left = evaluation_steps or 0
@@ -106,7 +107,7 @@ class PlannedSchedule:
         """Tell the trainer the lengths of a step, if it counts operations by them."""
 
     def _planned_ahead(
-        self, iterator: Iterator[Mapping[str, Any]], micro_batches: int, evaluation: bool
+        self, iterator: Iterator[MicroBatch], micro_batches: int, evaluation: bool
     ) -> tuple[data.MicroBatches, list[Sample]]:
         """Return the next step, which was planned while the one before it was computed, and its
         sequences."""
@@ -156,7 +157,7 @@ class CountedSchedule(PlannedSchedule):
         training.update_seqlen_stats_from_cu_seqlens(lengths.cumsum(0).to(device))
 
 
-def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
+def first_iterator(data_iterator: Any) -> Iterator[MicroBatch]:
     """Return the iterator of a rank's first chunk of the model. Each chunk has one, of the same
     samples."""
     if isinstance(data_iterator, list):

@@ -3,11 +3,12 @@
 | place | in its place |
 |---|---|
 | `arguments.add_megatron_arguments` | the same, and hcp's flags |
-| `arguments.validate_args` | the same, and refusals |
+| `arguments.validate_args` | the same without the options of hcp, and refusals |
 | `models.gpt.GPTModel`, `models.hybrid.HybridModel` | the same, of layers by hcp |
 | `BlendedMegatronDatasetBuilder` | the same, on every rank |
 | `training.get_forward_backward_func` | the schedule over planned micro-batches |
 | `training.evaluate` | the same, with one mean over all tokens |
+| `training.wrap_data_iterator` | a refusal: what it would pack is planned (branch dev) |
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import hcp
 from hcp.integrations.megatron.versions import require_megatron
+from hcp.programs.launch import refusals
 
 _TRAINING = "megatron.training.training"
 _PLACES = (
@@ -54,14 +57,16 @@ def install() -> None:
     arguments: Any = import_module("megatron.training.arguments")
     training: Any = import_module(_TRAINING)
     arguments.add_megatron_arguments = _with_flags(arguments.add_megatron_arguments)
-    arguments.validate_args = _with_refusals(arguments.validate_args)
+    run = _Run()
+    arguments.validate_args = _with_options(arguments.validate_args, run)
     for module, name in (("gpt", "GPTModel"), ("hybrid", "HybridModel")):
         models = import_module(f"megatron.training.models.{module}")
         setattr(models, name, with_layers(getattr(models, name), _asks_for_linear_cross_entropy))
     _build_datasets_everywhere()
-    evaluation = _Evaluation()
-    training.get_forward_backward_func = _planned(training, evaluation)
-    training.evaluate = _by_tokens(training, evaluation)
+    training.get_forward_backward_func = _planned(training, run)
+    training.evaluate = _by_tokens(training, run)
+    if hasattr(training, "wrap_data_iterator"):  # of branch dev
+        training.wrap_data_iterator = _refuse_scheduler
 
 
 def _probe(version: str, module: str, name: str, parameters: tuple[str, ...]) -> None:
@@ -92,16 +97,39 @@ def _with_flags(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
     return added
 
 
-def _with_refusals(validate: Callable[..., Any]) -> Callable[..., Any]:
-    from hcp.integrations.megatron.lm.flags import check_args
+class _Run:
+    """What hcp keeps of a run, and not in Megatron-LM's arguments, which go into checkpoints."""
+
+    config: hcp.Config
+    """The options of hcp, which are known after the command line is read."""
+    evaluation_steps: int | None = None
+    """Of the evaluation that runs. None: none does."""
+
+
+def _with_options(validate: Callable[..., Any], run: _Run) -> Callable[..., Any]:
+    from hcp.integrations.megatron.lm import flags
 
     @functools.wraps(validate)
     def validated(args: Any, *others: Any, **options: Any) -> Any:
-        result = validate(args, *others, **options)
-        check_args(args)
+        with refusals():
+            run.config = flags.take_options(args)
+        with flags.other_comm_type(args):
+            result = validate(args, *others, **options)
+        flags.hide_options(args)
+        with refusals():
+            flags.check_args(args, run.config)
         return result
 
     return validated
+
+
+def _refuse_scheduler(data_iterator: Any, config: Any, *given: Any, **options: Any) -> Any:
+    """Takes the place of branch dev's packing, which is called where a config asks for it."""
+    raise ValueError(
+        f"config.sequence_packing_scheduler is {config.sequence_packing_scheduler!r}, expected "
+        "None: hcp plans; give --sequence-packing-scheduler or --dynamic-context-parallel on the "
+        "command line, and set nothing in the model's config"
+    )
 
 
 def _asks_for_linear_cross_entropy() -> bool:
@@ -125,10 +153,12 @@ def with_layers(model: type, linear_cross_entropy: Callable[[], bool]) -> Any:
         bound = signature.bind(*given, **options)
         for name in _SPECS:
             if bound.arguments.get(name) is not None:
-                bound.arguments[name] = hcp_layer_spec(bound.arguments[name])
-        super(made, self).__init__(*bound.args, **bound.kwargs)
-        if linear_cross_entropy():
-            use_linear_cross_entropy(self)
+                with refusals():
+                    bound.arguments[name] = hcp_layer_spec(bound.arguments[name])
+        with refusals():
+            super(made, self).__init__(*bound.args, **bound.kwargs)
+            if linear_cross_entropy():
+                use_linear_cross_entropy(self)
 
     made: Any = type(model.__name__, (base,), {"__init__": __init__})
     made.__module__ = __name__
@@ -150,14 +180,7 @@ def _build_datasets_everywhere() -> None:
     BlendedMegatronDatasetBuilder.__init__ = __init__
 
 
-class _Evaluation:
-    """The evaluation that runs."""
-
-    steps: int | None = None
-    """None: none runs."""
-
-
-def _planned(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
+def _planned(training: Any, run: _Run) -> Callable[..., Any]:
     from hcp.integrations.megatron.lm.logged import Writers
     from hcp.integrations.megatron.lm.schedule import CountedSchedule, groups_of_parallel_state
 
@@ -166,8 +189,8 @@ def _planned(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
     @functools.wraps(get)
     def planned(*given: Any, **options: Any) -> CountedSchedule:
         args, groups = training.get_args(), groups_of_parallel_state()
-        run = get(*given, **options)
-        return CountedSchedule(run, args, groups, writers, evaluation.steps)
+        schedule, steps = get(*given, **options), run.evaluation_steps
+        return CountedSchedule(schedule, args, run.config, groups, writers, steps)
 
     def writers() -> Writers:
         args = training.get_args()
@@ -178,7 +201,7 @@ def _planned(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
     return planned
 
 
-def _by_tokens(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
+def _by_tokens(training: Any, run: _Run) -> Callable[..., Any]:
     """Evaluate with --sft as without: Megatron-LM's mean of means would depend on the plan."""
     evaluate = training.evaluate
     parameters = inspect.signature(evaluate)
@@ -188,10 +211,10 @@ def _by_tokens(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
         args = training.get_args()
         sft, args.sft = args.sft, False
         steps = parameters.bind(*given, **options).arguments.get("eval_iters")
-        evaluation.steps = args.eval_iters if steps is None else steps
+        run.evaluation_steps = args.eval_iters if steps is None else steps
         try:
             return evaluate(*given, **options)
         finally:
-            args.sft, evaluation.steps = sft, None
+            args.sft, run.evaluation_steps = sft, None
 
     return evaluated
