@@ -74,7 +74,8 @@ class Program:
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", self.module, *argv], self.name)
         try:
-            self.run(args)
+            with refusals():
+                self.run(args)
         except (InputError, HcpError) as error:
             return fail(error, rank, self.name)
         except OSError as error:

@@ -121,6 +121,21 @@ def test_logged_losses_of_experts_are_means_over_the_planned_micro_batches(folde
     assert planned.others["z_loss"] == [pytest.approx(expected, rel=0.05)]
 
 
+@needs_training
+@pytest.mark.parametrize("flags", [DYNAMIC, STATIC])
+def test_the_flags_of_branch_dev_train_by_plans_and_not_by_its_own_packing(folder, flags):
+    """On 3 ranks, for which dev has no groups. Its samples come as a list, and none of them says
+    its bounds: dev itself would end with KeyError."""
+    from support.megatron_lm import run
+
+    ranks = 3 if flags is DYNAMIC else 2
+    once = ("--train-iters", "2", "--global-batch-size", "6", "--eval-iters", "0")
+    expected = by_megatron(folder, *once)
+    found = run("dev", ranks, *flags, *once, "--sft", folder=folder)
+    assert len(found.losses) == 2
+    agree(found, expected)
+
+
 needs_checkout = pytest.mark.skipif(
     not (TRAINING and CHECKOUT), reason="MEGATRON_LM names no checkout of Megatron-LM"
 )
@@ -242,6 +257,27 @@ def test_what_does_not_go_is_refused_before_groups_are_made(flags, message):
         validated(parsed(*flags))
 
 
+@needs_training
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--check-for-spiky-loss",), "--check-for-spiky-loss does not go with hcp"),
+        (("--attention-dropout", "0.1"), "config.attention_dropout is 0.1, expected 0.0"),
+    ],
+)
+def test_a_refusal_before_training_is_one_line(folder, flags, message):
+    """The second one comes from a layer, while the model is built."""
+    from support.megatron_lm import FLAGS, SCRIPT
+    from support.ranks import run_module
+
+    given = ("launch", SCRIPT, *FLAGS, *DYNAMIC[:2], "32", *flags)
+    done = run_module("support.megatron_lm", *given, folder=folder, ranks=1)
+    name = "hcp.integrations.megatron.launch: error: "
+    (line,) = [line for line in done.err.splitlines() if message in line]
+    assert (done.code, line.startswith(name + message)) == (2, True)
+    assert "Traceback" not in done.err
+
+
 def test_the_launcher_says_what_it_expects(capsys):
     from hcp.integrations.megatron.launch import main
 
@@ -356,6 +392,18 @@ def test_steps_that_are_read_ahead_leave_megatrons_iterator_as_if_they_were_not(
     ]
     assert first_tokens(reader.take()) == [2, 3, 4]
     assert [int(each["tokens"][0, 0]) for each in iterator.saved_microbatches] == [2, 3, 4]
+
+
+@needs_training
+def test_a_checkout_that_is_not_compiled_is_refused_with_what_to_do(monkeypatch):
+    from hcp.integrations.megatron.lm import on_cpu
+
+    on_cpu.require_helpers()
+    monkeypatch.setattr(on_cpu, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r"has no helpers_cpp\.\S+ in .*, expected it: .* make -C"
+    ):
+        on_cpu.require_helpers()
 
 
 @pytest.mark.parametrize(

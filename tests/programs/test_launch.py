@@ -33,6 +33,18 @@ def test_a_rank_that_cannot_go_on_says_why_under_the_programs_name(monkeypatch, 
         assert capsys.readouterr().err == f"a program: error: {place}no rows [HCP-no-data]\n"
 
 
+def test_what_hcp_refuses_inside_a_program_is_one_line_and_other_errors_are_not(
+    monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "0")
+    refused = program(lambda args: hcp.plan([1], ranks=1, max_tokens_per_rank=0))
+    assert refused.main([]) == launch.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("a program: error: max_tokens_per_rank is 0, expected")
+    with pytest.raises(ValueError, match="invalid literal"):
+        program(lambda args: int("of the program itself")).main([])
+
+
 def test_without_a_launcher_the_module_is_started_on_so_many_ranks(monkeypatch):
     started = []
     monkeypatch.delenv("RANK", raising=False)

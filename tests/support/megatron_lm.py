@@ -1,6 +1,7 @@
 """Run a script of Megatron-LM's on this rank: `python -m support.megatron_lm HOW SCRIPT FLAGS`.
 
-HOW is "launch" (by hcp's launcher) or "alone" (Megatron-LM's own code, on the CPU).
+HOW is "launch" (by hcp's launcher), "dev" (so too, with what branch dev has more) or "alone"
+(Megatron-LM's own code, on the CPU).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support import board
+from support.megatron_lm_dev import stand_in
 from support.older_python import complete_typing
 from support.ranks import run_module
 
@@ -71,9 +73,11 @@ def main() -> None:
     complete_typing()
     board.take_place()
     how, script, *flags = sys.argv[1:]
-    if how == "launch":
+    if how != "alone":
         from hcp.integrations.megatron.launch import main as launch
 
+        if how == "dev":
+            stand_in()
         launch([script, *flags])
         return
     from hcp.integrations.megatron.lm.on_cpu import megatron_lm_on_cpu

@@ -147,7 +147,12 @@ class PlannedSchedule:
 
 class CountedSchedule(PlannedSchedule):
     """A schedule that gives Megatron-LM the lengths for its count of operations, as get_batch
-    would."""
+    would. Refuses a model with none but Megatron's own layers, which would cut sequences again."""
+
+    def __call__(self, *, model: Any, **call: Any) -> Any:
+        for chunk in model if isinstance(model, list) else [model]:
+            _check_layers(chunk)
+        return super().__call__(model=model, **call)
 
     def count_work(self, sequences: list[Sample]) -> None:
         from megatron.training import training
@@ -155,6 +160,15 @@ class CountedSchedule(PlannedSchedule):
         lengths = torch.tensor([0, *(len(each["tokens"]) for each in sequences)])
         device = self._groups.transport.device
         training.update_seqlen_stats_from_cu_seqlens(lengths.cumsum(0).to(device))
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    if not any(type(each).__module__.startswith("hcp.") for each in model.modules()):
+        raise ValueError(
+            "the model has Megatron's own layers, expected those of hcp: import GPTModel or "
+            "HybridModel from megatron.core.models after hcp is in place, or build the model of "
+            "layers by hcp_layer_spec"
+        )
 
 
 def first_iterator(data_iterator: Any) -> Iterator[MicroBatch]:

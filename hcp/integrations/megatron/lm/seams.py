@@ -4,7 +4,7 @@
 |---|---|
 | `arguments.add_megatron_arguments` | the same, and hcp's flags |
 | `arguments.validate_args` | the same without the options of hcp, and refusals |
-| `models.gpt.GPTModel`, `models.hybrid.HybridModel` | the same, of layers by hcp |
+| `GPTModel`, `HybridModel`, where builders take them from | the same, of layers by hcp |
 | `BlendedMegatronDatasetBuilder` | the same, on every rank |
 | `training.get_forward_backward_func` | the schedule over planned micro-batches |
 | `training.evaluate` | the same, with one mean over all tokens |
@@ -24,11 +24,14 @@ from hcp.integrations.megatron.versions import require_megatron
 from hcp.programs.launch import refusals
 
 _TRAINING = "megatron.training.training"
+# Builders of Megatron-LM, and scripts with builders of their own: those of branch dev.
+_GPT = ("megatron.training.models.gpt", "megatron.core.models.gpt")
+_HYBRID = ("megatron.training.models.hybrid", "megatron.core.models.hybrid.hybrid_model")
 _PLACES = (
     ("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
     ("megatron.training.arguments", "validate_args", ("args",)),
-    ("megatron.training.models.gpt", "GPTModel", ("config", "transformer_layer_spec")),
-    ("megatron.training.models.hybrid", "HybridModel", ("config", "hybrid_stack_spec")),
+    *((module, "GPTModel", ("config", "transformer_layer_spec")) for module in _GPT),
+    *((module, "HybridModel", ("config", "hybrid_stack_spec")) for module in _HYBRID),
     (
         "megatron.core.datasets.blended_megatron_dataset_builder",
         "BlendedMegatronDatasetBuilder",
@@ -59,9 +62,11 @@ def install() -> None:
     arguments.add_megatron_arguments = _with_flags(arguments.add_megatron_arguments)
     run = _Run()
     arguments.validate_args = _with_options(arguments.validate_args, run)
-    for module, name in (("gpt", "GPTModel"), ("hybrid", "HybridModel")):
-        models = import_module(f"megatron.training.models.{module}")
-        setattr(models, name, with_layers(getattr(models, name), _asks_for_linear_cross_entropy))
+    for modules, name in ((_GPT, "GPTModel"), (_HYBRID, "HybridModel")):
+        places = [import_module(module) for module in modules]
+        model = with_layers(getattr(places[0], name), _asks_for_linear_cross_entropy)
+        for place in places:
+            setattr(place, name, model)
     _build_datasets_everywhere()
     training.get_forward_backward_func = _planned(training, run)
     training.evaluate = _by_tokens(training, run)
