@@ -86,6 +86,18 @@ def test_a_checkpoint_of_static_cp_goes_on_under_dynamic_cp_and_another_eval_lay
 
 
 @needs_training
+def test_a_cross_entropy_that_megatron_lm_compiles_trains_without_a_gpu(folder):
+    from support.megatron_lm import run
+
+    once = ("--train-iters", "2", "--eval-iters", "0")
+    fused = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
+    agree(
+        run("launch", 1, *DYNAMIC[:2], "32", *once, *fused, folder=folder),
+        by_megatron(folder, *once),
+    )
+
+
+@needs_training
 def test_pipeline_stages_train_as_megatron_lm_does(folder):
     from support.megatron_lm import run
 
@@ -200,6 +212,8 @@ def as_branch_dev(args):
     assert "a2a+p2p" not in args.cp_comm_type or args.hierarchical_context_parallel_sizes
     assert not args.dynamic_context_parallel
     assert args.sequence_packing_scheduler is None
+    limit = args.max_seqlen_per_dp_cp_rank or args.seq_length
+    assert args.context_parallel_size * limit >= args.seq_length
     args.sequence_packing_scheduler = "dp_balanced"  # for a dataset of samples of several lengths
 
 
@@ -214,6 +228,7 @@ def test_megatron_lm_does_not_see_the_options_of_hcp():
     assert config.hierarchical_context_parallel_sizes == (2, 1)
     assert (args.dynamic_context_parallel, args.sequence_packing_scheduler) == (False, None)
     assert args.hierarchical_context_parallel_sizes is None
+    assert args.max_seqlen_per_dp_cp_rank == config.max_seqlen_per_dp_cp_rank == 20
     assert args.cp_comm_type == ["a2a+p2p"]  # layers take it from the model's config
     assert args.use_vanilla_collate_fn  # samples have lengths of their own
 
@@ -224,6 +239,16 @@ def test_a_scheduler_that_the_command_line_does_not_name_is_refused():
     config = SimpleNamespace(sequence_packing_scheduler="dp_balanced")
     with pytest.raises(ValueError, match=r"config.sequence_packing_scheduler is 'dp_balanced'"):
         seams._refuse_scheduler(iter(()), config, 4)
+
+
+def test_a_comm_type_that_branch_dev_takes_for_its_own_attention_is_refused():
+    args = parsed(*STATIC[:5], "64")
+    vars(args).update(fallback_to_eager_attn=False, transformer_impl="local")
+    with pytest.raises(ValueError, match=r"--cp-comm-type p2p does not go .*all_gather alone"):
+        validated(args)
+    args = parsed(*STATIC[:5], "64", "--cp-comm-type", "all_gather")
+    vars(args).update(fallback_to_eager_attn=False, transformer_impl="local")
+    assert validated(args).cp_comm_type == "all_gather"
 
 
 def test_pipeline_stages_send_as_many_rows_as_the_plan_has():

@@ -112,6 +112,7 @@ def megatron_on_cpu() -> Iterator[None]:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "Stream": lambda *args, **options: _NoStream(),
+        "is_current_stream_capturing": lambda: False,
     }
     draws = mock.patch.multiple(
         random,

@@ -51,14 +51,15 @@ def hide_options(args: Any) -> None:
 
 
 @contextmanager
-def other_comm_type(args: Any) -> Iterator[None]:
-    """Return a context in which Megatron-LM sees no a2a+p2p, whose levels it would miss."""
-    given = args.cp_comm_type
-    args.cp_comm_type = ["p2p"]
+def hidden_limits(args: Any) -> Iterator[None]:
+    """Return a context in which Megatron-LM's checks see no a2a+p2p, whose levels they would miss,
+    and no limit of a rank, which they compare with one CP size."""
+    given = {name: getattr(args, name) for name in ("cp_comm_type", "max_seqlen_per_dp_cp_rank")}
+    args.cp_comm_type, args.max_seqlen_per_dp_cp_rank = ["p2p"], None
     try:
         yield
     finally:
-        args.cp_comm_type = given
+        vars(args).update(given)
 
 
 def check_args(args: Any, config: Config) -> None:
@@ -68,7 +69,7 @@ def check_args(args: Any, config: Config) -> None:
     without experts the dispatcher that Megatron-Core requires with it. Raises ValueError on every
     rank, before any process group is made.
     """
-    for flag, why in _refused(args):
+    for flag, why in _refused(args, config):
         raise ValueError(f"{flag} does not go with hcp: {why}")
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
@@ -88,7 +89,7 @@ def check_args(args: Any, config: Config) -> None:
             args.moe_token_dispatcher_type = "alltoall"
 
 
-def _refused(args: Any) -> Iterator[tuple[str, str]]:
+def _refused(args: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield (flag, reason) of options under which a run would end later, or differ silently."""
     if not args.calculate_per_token_loss:
         why = "a mean per micro-batch would depend on the plan"
@@ -120,6 +121,10 @@ def _refused(args: Any) -> Iterator[tuple[str, str]]:
     if args.num_experts and spread and args.moe_token_dispatcher_type == "allgather":
         why = "it takes as many rows from each rank; give --moe-token-dispatcher-type alltoall"
         yield "--moe-token-dispatcher-type allgather", why
+    eager = hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local"
+    if eager and args.context_parallel_size > 1 and {*config.comm_types} != {"all_gather"}:
+        why = "branch dev takes --cp-comm-type all_gather alone with --transformer-impl local"
+        yield f"--cp-comm-type {' '.join(config.comm_types)}", why
     if _of(args, "cuda_graph_impl") not in (None, "none"):
         yield f"--cuda-graph-impl {args.cuda_graph_impl}", shapes
 

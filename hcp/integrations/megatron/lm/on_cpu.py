@@ -61,6 +61,7 @@ def megatron_lm_on_cpu() -> Iterator[None]:
         # It would compile functions that are in the wheel, and warm up those that fuse on a GPU.
         mock.patch.object(initialize, "_compile_dependencies"),
         mock.patch.object(training, "set_jit_fusion_options"),
+        torch.compiler.set_stance("force_eager"),  # a compiler would ask for the GPU's properties
     )
     with ExitStack() as stack:
         for each in (*patches, megatron_on_cpu()):

@@ -118,7 +118,7 @@ def _with_options(validate: Callable[..., Any], run: _Run) -> Callable[..., Any]
     def validated(args: Any, *others: Any, **options: Any) -> Any:
         with refusals():
             run.config = flags.take_options(args)
-        with flags.other_comm_type(args):
+        with flags.hidden_limits(args):
             result = validate(args, *others, **options)
         flags.hide_options(args)
         with refusals():
