@@ -101,7 +101,7 @@ test-trainer-%: FORCE
 # TRL and what it needs, and every causal architecture of Transformers. EDGE=oldest takes the oldest
 # versions that pyproject.toml allows, whose table is not the guide's. SWEEP= leaves the table out.
 TRANSFORMERS_oldest = transformers==5.17.0 accelerate==1.15.0
-TRANSFORMERS_newest = transformers==5.23.0 accelerate==1.15.0
+TRANSFORMERS_newest = transformers==5.24.0 accelerate==1.15.0
 SWEEP ?= 1
 SWEEP_oldest =
 SWEEP_newest = --check

@@ -9,10 +9,12 @@ from hcp._validate import expect_size
 from hcp.programs.arguments import (
     DTYPES,
     HelpFormatter,
+    Parser,
     add_data_arguments,
     add_model_arguments,
     check_data,
     check_model,
+    check_seed,
     default_rank_tokens,
     number_of_ranks,
 )
@@ -38,7 +40,7 @@ another layout of the same ranks."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m hcp demo",
         description=DESCRIPTION,
         formatter_class=HelpFormatter,
@@ -127,6 +129,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.ranks = number_of_ranks(args.ranks)
     check_numbers(args)
     check_data(args)
+    check_seed(args.seed)
     check_model(args)
     if args.max_seqlen_per_dp_cp_rank is None:
         args.max_seqlen_per_dp_cp_rank = default_rank_tokens(args.max_length, args.ranks)

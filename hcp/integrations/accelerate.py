@@ -23,12 +23,12 @@ from torch import nn
 from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
     ToSample,
-    causal_lm_samples,
     domain,
     eval_groups,
     eval_layout,

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.columns import causal_lm_sample
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPCollator,
     DynamicCPDataLoader,
     EvalDataLoader,
-    causal_lm_sample,
     eval_groups,
     eval_layout,
     warn_of_the_barrier,

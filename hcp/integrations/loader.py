@@ -29,6 +29,7 @@ from hcp.exchange.transport import Transport
 from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.columns import IGNORED, causal_lm_samples
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.planning.plan import Plan
@@ -48,85 +49,8 @@ from hcp.step.fields import Rules, Sample
 
 _log = logging.getLogger("hcp")
 
-IGNORED = -100
-"""The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
-
 ToSample = Callable[[Any], Sample | Sequence[Sample]]
 """Makes the sample of an item of a dataset, or a list: the samples of the documents in the item."""
-
-
-def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Make a sample of one sequence of a dataset: `input_ids`, `labels` (the token after each) and
-    `loss_mask`, (tokens,) each.
-
-    `item` has `input_ids`, a list or a tensor (tokens,). It may have `labels` of the same length,
-    not shifted, -100 where a token does not count (default: all count). It may have
-    `completion_mask` or `assistant_masks`, 0 where a token does not count. `attention_mask`,
-    `position_ids`, `seq_lengths` and `token_type_ids` are accepted if they describe one document
-    without padding. Raises ValueError for anything else: an empty sequence, padding, packed
-    documents (hcp packs them itself), and other entries.
-    """
-    if not isinstance(item, Mapping) or "input_ids" not in item:
-        names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
-        raise ValueError(f"a sample has {names}, expected 'input_ids': tokenize the dataset first")
-    tokens = _integers("input_ids", item["input_ids"])
-    if tokens.dim() != 1:
-        raise ValueError(f"input_ids has shape {tuple(tokens.shape)}, expected (tokens,)")
-    if not len(tokens):
-        raise ValueError(
-            "input_ids is empty in a sample, expected >= 1 token: leave empty documents out of the "
-            "dataset (dataset.filter)"
-        )
-    given = {name: column for name, column in item.items() if column is not None}
-    _check_columns(given, len(tokens))
-    labels = _column(given, "labels", tokens).clone() if "labels" in given else tokens.clone()
-    for name in MASKS:
-        if name in given:
-            labels[_column(given, name, tokens) == 0] = IGNORED
-    labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
-    return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
-
-
-def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Make the samples of an item, each as `causal_lm_sample` does.
-
-    An item with several `seq_lengths`, as TRL packs rows, has a sample for each of its documents,
-    and so has one whose `position_ids` go back to 0. Raises ValueError if lengths do not sum to the
-    tokens.
-    """
-    lengths = _document_lengths(item) if isinstance(item, Mapping) else []
-    if len(lengths) < 2:
-        return [causal_lm_sample(item)]
-    tokens = len(item["input_ids"])
-    if min(lengths) < 1 or sum(lengths) != tokens:
-        raise ValueError(
-            f"seq_lengths is {_short(lengths)} in an item of {tokens} tokens, expected lengths "
-            ">= 1 of its documents, which sum to the tokens"
-        )
-    columns = {n: c for n, c in item.items() if n != "seq_lengths" and c is not None}
-    whole = {name for name, column in columns.items() if not _has_rows(column, tokens)}
-    ends = itertools.accumulate(lengths, initial=0)
-    return [
-        causal_lm_sample({n: c if n in whole else c[start:end] for n, c in columns.items()})
-        for start, end in itertools.pairwise(ends)
-    ]
-
-
-def _document_lengths(item: Mapping[str, Any]) -> list[int]:
-    """Tokens of each document that the item says it has; empty where it says nothing."""
-    given, positions = item.get("seq_lengths"), item.get("position_ids")
-    if given is not None:
-        lengths: list[int] = torch.as_tensor(given).flatten().tolist()
-        return lengths
-    if positions is None:
-        return []
-    numbers = torch.as_tensor(positions).flatten()
-    starts = (numbers == 0).nonzero().flatten().tolist()
-    return [end - start for start, end in itertools.pairwise([0, *starts[1:], len(numbers)])]
-
-
-def _has_rows(column: Any, tokens: int) -> bool:
-    return hasattr(column, "__len__") and hasattr(column, "__getitem__") and len(column) == tokens
 
 
 def samples_of(to_sample: ToSample, item: Any) -> list[Sample]:
@@ -136,64 +60,6 @@ def samples_of(to_sample: ToSample, item: Any) -> list[Sample]:
     if not samples:
         raise ValueError("to_sample gives no sample of an item, expected one or more")
     return samples
-
-
-MASKS = ("completion_mask", "assistant_masks")
-"""Columns that TRL and chat templates leave: 0 where a token is not learned."""
-
-_UNPACKED = (
-    "one document in a sample: hcp packs them itself (causal_lm_samples takes rows apart that say "
-    "their seq_lengths, or whose position_ids go back to 0)"
-)
-
-
-def _check_columns(given: Mapping[str, Any], tokens: int) -> None:
-    """Refuse, by name, columns that do not describe one document without padding."""
-    known = {"input_ids", "labels", *MASKS, *_PLAIN}
-    if others := sorted(set(map(str, given)) - known):
-        raise ValueError(
-            f"a sample has {others[0]!r}, expected only {', '.join(sorted(known))}: hcp does not "
-            f"know what it asks for. Remove it (dataset.remove_columns({others})), or give "
-            "to_sample=, which makes a sample of an item"
-        )
-    for name, (values, expected) in _PLAIN.items():
-        if name not in given:
-            continue
-        found = torch.as_tensor(given[name]).flatten().tolist()
-        if found != values(tokens):
-            raise ValueError(
-                f"{name} is {_short(found)} in a sample of {tokens} tokens, expected {expected}"
-            )
-
-
-_PLAIN: dict[str, tuple[Callable[[int], list[int]], str]] = {
-    "attention_mask": (
-        lambda tokens: [1] * tokens,
-        "all 1, no padding: tokenize with padding=False",
-    ),
-    "position_ids": (lambda tokens: list(range(tokens)), f"0, 1, 2, ...: {_UNPACKED}"),
-    "seq_lengths": (lambda tokens: [tokens], f"their number: {_UNPACKED}"),
-    "token_type_ids": (lambda tokens: [0] * tokens, "all 0: hcp does not hand segments on"),
-}
-"""Columns that must have the values of one document without padding."""
-
-
-def _short(values: list[Any]) -> str:
-    return repr(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
-
-
-def _column(given: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor:
-    values = _integers(name, given[name])
-    if values.shape != tokens.shape:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {tuple(tokens.shape)}")
-    return values
-
-
-def _integers(name: str, given: Any) -> Tensor:
-    values = torch.as_tensor(given)
-    if values.is_floating_point() and values.numel():  # an empty list has floats
-        raise ValueError(f"{name} is {values.dtype}, expected integers")
-    return values.to(torch.int64)
 
 
 def packed_documents(

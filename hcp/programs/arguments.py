@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hcp.planning.cost import CostModel, rates_of
 from hcp.planning.limits import rows_up_to
@@ -14,6 +14,13 @@ if TYPE_CHECKING:  # --help needs no torch
     import torch
 
 DTYPES = ("float32", "float64", "bfloat16")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for options that it does not know: programs print it as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the options)")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -80,6 +87,11 @@ def default_rank_tokens(max_length: int, ranks: int) -> int:
     are fewer than 4 ranks to share it.
     """
     return max(rows_up_to(max_length, 4), rows_up_to(max_length, ranks), 256)
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}, expected 0 to {2**32 - 1}, which every library takes")
 
 
 def check_data(args: argparse.Namespace) -> None:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from hcp.errors import HcpError
 
 USER_ERROR = 2
-GRACE_SECONDS = 2.0
-"""Time for rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
+GRACE_SECONDS = 3.0
+"""Time for rank 0, then for the first rank of each machine, to say what is wrong. A launcher ends
+the ranks of its machine when the first one exits."""
 
 
 class InputError(ValueError):
@@ -37,11 +38,8 @@ def refusals() -> Iterator[None]:
     """Return a context in which a ValueError that hcp's own code raises is an InputError."""
     try:
         yield
-    except InputError:
-        raise
     except ValueError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
+        if isinstance(error, InputError) or not is_refusal(error):
             raise
         raise InputError(error) from error
 
@@ -55,10 +53,10 @@ class Program:
     check: Callable[[], object]
     """Raises ImportError or ValueError if a package is missing. --help does without."""
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
-    """Raises ValueError for options that do not go together. The result has `ranks`."""
+    """Raises ValueError for options that are unknown or do not go together. The result has
+    `ranks`."""
     run: Callable[[argparse.Namespace], None]
-    """Runs one rank of a job that a launcher started. Raises InputError and HcpError, and OSError
-    that names a file."""
+    """Runs one rank of a job that a launcher started. Raises OSError that names a file too."""
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run as one rank if a launcher started this process; else start all ranks. Return the exit
@@ -74,14 +72,12 @@ class Program:
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", self.module, *argv], self.name)
         try:
-            with refusals():
-                self.run(args)
-        except (InputError, HcpError) as error:
-            return fail(error, rank, self.name)
-        except OSError as error:
-            if error.filename is None:
-                raise
-            return fail(error, rank, self.name)
+            self.run(args)
+        except Exception as error:
+            if is_refusal(error):
+                return fail(error, rank, self.name)
+            let_others_speak(rank)
+            raise
         return 0
 
 
@@ -141,21 +137,36 @@ def parse_on_rank(
     argv: Sequence[str],
     parse_args: Callable[[Sequence[str]], argparse.Namespace],
 ) -> argparse.Namespace:
-    """Parse the options. Where argparse ends the process with a message, only rank 0 prints it."""
+    """Parse the options. Where argparse prints a help and ends the process, only rank 0 prints."""
     if rank == 0:
         return parse_args(argv)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return parse_args(argv)
     except SystemExit:
-        time.sleep(GRACE_SECONDS)
+        let_others_speak(rank)
         raise
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error is what hcp itself says of the user's input, and no fault of a program."""
+    if isinstance(error, InputError | HcpError):
+        return True
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    raised_by_hcp = str(last.f_globals.get("__name__")).startswith("hcp.")
+    return raised_by_hcp and isinstance(error, ValueError | ImportError)
+
+
+def let_others_speak(rank: int) -> None:
+    """Wait, so that one rank alone says what all have to say: its exit ends this one."""
+    time.sleep(GRACE_SECONDS * ((rank > 0) + (int(os.environ.get("LOCAL_RANK", rank)) > 0)))
 
 
 def fail(error: Exception, rank: int, program: str) -> int:
     """Print an error as one line, rank 0's if that failed too. Return the exit code."""
-    if rank > 0:
-        time.sleep(GRACE_SECONDS)
+    let_others_speak(rank)
     place = f"rank {rank}: " if rank > 0 else ""
     print(f"{program}: error: {place}{error}", file=sys.stderr, flush=True)
     return USER_ERROR

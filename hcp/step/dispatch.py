@@ -31,7 +31,17 @@ from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
 from hcp.step.arrival import Arrival
-from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
+from hcp.step.fields import (
+    Field,
+    Given,
+    Rules,
+    Sample,
+    check_rules,
+    describe,
+    in_tensors,
+    length_of,
+    said_of,
+)
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
 from hcp.step.payloads import Announced, Carrier, Sources, Splits
@@ -141,7 +151,7 @@ def gather_counted_or_raise(
 
 @ranged("hcp: gather_lengths")
 def gather_lengths(
-    samples: Iterable[Sample], groups: Groups, *, fields: Rules | None = None
+    samples: Iterable[Given], groups: Groups, *, fields: Rules | None = None
 ) -> tuple[list[int], list[int], list[Sample]]:
     """Gather the lengths of the whole global batch.
 
@@ -155,7 +165,7 @@ def gather_lengths(
     loaded: list[Sample] = []
 
     def prepare() -> bytes:
-        loaded.extend(samples)
+        loaded.extend(in_tensors(samples, fields or {}))
         lengths = [length_of(sample, i, fields or {}) for i, sample in enumerate(loaded)]
         return struct.pack(f"<{len(lengths)}q", *lengths)
 
@@ -424,7 +434,7 @@ class Step:
                 f"results has {len(each)} items, expected {len(self)}: one of each micro-batch"
             )
         without = sorted(set(range(self.plan.ranks)) - set(self._sources.ranks))
-        if without and any(x.requires_grad for x in each):
+        if without and torch.is_grad_enabled() and any(x.requires_grad for x in each):
             raise ValueError(
                 f"results have gradients, and ranks {without} loaded no samples, expected some on "
                 "every rank: all take part in the backward; or call it under torch.no_grad()"
@@ -435,7 +445,7 @@ class Step:
 @ranged("hcp: dispatch")
 def dispatch(
     plan: Plan,
-    samples: Sequence[Sample],
+    samples: Sequence[Given],
     sources: Sequence[int],
     groups: Groups,
     *,
@@ -455,8 +465,9 @@ def dispatch(
 
     ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
     same fields, dtypes and row shapes everywhere. ``fields``: the rules of those that are not one
-    row per token, by name: "sequence" (one value, or tensor of a fixed shape, per sample, on every
-    rank of the sequence's group as (sequences, ...)) or an :class:`hcp.Payload`.
+    row per token, by name: "sequence" (one number, or tensor of a fixed shape, per sample, on every
+    rank of the sequence's group as (sequences, ...)) or an :class:`hcp.Payload`. Numbers get the
+    dtype that torch.as_tensor gives them.
     ``sources``: the rank that loaded each sequence.
     ``comm_types``: the ways in which layers will exchange keys and values, the default first;
     None: those of ``handler_cls``, the class of the handlers, which also says whose kernels compute
@@ -492,20 +503,22 @@ def dispatch(
     splits: Splits = {}
     announced: list[Announced] = []
     loaded_by = Sources()
+    own: list[Sample] = []
 
     def prepare() -> tuple[bytes, float]:
-        nonlocal plan, loaded_by
+        nonlocal plan, loaded_by, own
         plan = plan if masks is None else plan.with_masks(masks)
         _tell_of_other_kernels(plan, handler_cls, transport)
         loaded_by = _checked_sources(sources, plan, transport)
         _check_layers(window_sizes, heads)
         rules = check_rules(fields, loss_mask)
+        own = list(in_tensors(samples, rules))
         message = _announce(
-            plan, samples, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
+            plan, own, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
         ) | {"scan_type": scan_type}
         tokens = plan.core.lengths
         lengths = [tokens[i] for i in loaded_by.loaded_by(transport.rank)]
-        announced.append(Announced(samples, rules, lengths))
+        announced.append(Announced(own, rules, lengths))
         handlers.extend(
             handler_cls(
                 plan,
@@ -526,7 +539,7 @@ def dispatch(
             for micro_batch in range(plan.micro_batch_count)
         )
         said = json.dumps(message | announced[0].message()).encode()
-        return said, _loss_tokens(samples, loss_mask)
+        return said, _loss_tokens(own, loss_mask)
 
     said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
     same = "give every rank the same lengths, limits, cost and sources"
@@ -544,7 +557,7 @@ def dispatch(
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
     ]
-    rows = Carrier(plan, samples, loaded_by, carrier, step)
+    rows = Carrier(plan, own, loaded_by, carrier, step)
     splits |= rows.splits(rules, announced[0], said)
     values = rows.rows(fields_here) | rows.others(fields_here, splits)
     batches = [

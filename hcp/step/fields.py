@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,9 @@ from hcp.exchange.transport import rows_of
 
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence by name: (tokens, ...), but for the fields that rules name."""
+
+Given = Mapping[str, Tensor | float]
+"""A sample as it may be given: a field of PER_SEQUENCE may be a number."""
 
 PER_SEQUENCE: Final = "sequence"
 """The rule of a field that has one value, or one tensor of a fixed shape, per sequence."""
@@ -96,16 +99,51 @@ def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload
 # ---- what the samples have -----------------------------------------------------------------------
 
 
+def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
+    """Yield samples whose values of a sequence are all tensors. ValueError for what is none."""
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping) or not sample:
+            given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
+            raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
+        others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
+        made = {name: _of_number(x, name, i, rules) for name, x in others.items()}
+        yield {**sample, **made} if made else sample  # type: ignore[dict-item, misc]
+
+
+def _of_number(value: Any, name: str, i: int, rules: Rules) -> Tensor:
+    """Make a tensor of a number of Python's or numpy's, as torch.as_tensor does."""
+    rule = rules.get(name)
+    number = isinstance(value, float | int) or getattr(value, "shape", None) == ()
+    if number and rule == PER_SEQUENCE:
+        try:
+            return torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            pass  # a text or a date of numpy's, or an integer of more than 64 bits
+    raise ValueError(
+        f"samples[{i}][{name!r}] is {_shown(value)}, expected {_EXPECTED[type(rule)]}"
+        + (_FOR_NUMBERS.format(name) if number and rule is None else "")
+    )
+
+
+_EXPECTED: dict[type, str] = {
+    type(None): "a tensor (tokens, ...)",
+    str: "a number of at most 64 bits, or a tensor of a fixed shape: give texts and other objects "
+    "a number, such as an index into a list that every rank has",
+    Payload: "a tensor (rows, ...)",
+}
+"""By the type of a field's rule."""
+
+_FOR_NUMBERS = ", or for a value of the whole sequence fields={{{!r}: 'sequence'}}"
+
+
+def _shown(value: Any) -> str:
+    kind, text = type(value).__name__, repr(value)
+    said = text if kind in text else f"{kind} {text}"
+    return said if len(said) <= 60 else kind
+
+
 def length_of(sample: Sample, i: int, rules: Rules) -> int:
     """Return the number of tokens of ``samples[i]``. ValueError where its fields differ in it."""
-    if not isinstance(sample, Mapping) or not sample:
-        given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
-        raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
-    for name, value in sample.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"samples[{i}][{name!r}] is {type(value).__name__}, expected a tensor (tokens, ...)"
-            )
     for name in rules:
         if name not in sample:
             raise ValueError(

@@ -79,8 +79,8 @@ EXPECTED = {
     "megatron-core": "expected 0.16.1 or 0.19.2, which hcp was tested with: "
     "pip install megatron-core==0.16.1",
     "torchtitan": "expected 0.3.0, which hcp was tested with: pip install torchtitan==0.3.0",
-    "transformers": "expected 5.17 to 5.23, which hcp was tested with: "
-    'pip install "transformers>=5.17,<5.24"',
+    "transformers": "expected 5.17 to 5.24, which hcp was tested with: "
+    'pip install "transformers>=5.17,<5.25"',
 }
 
 ENTER = """

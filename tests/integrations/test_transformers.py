@@ -913,7 +913,7 @@ def test_a_wrong_architecture_is_found(monkeypatch):
 
 
 @pytest.mark.skipif(
-    metadata.version("transformers") != "5.23.0", reason="the guide's table is of 5.23.0"
+    metadata.version("transformers") != "5.24.0", reason="the guide's table is of 5.24.0"
 )
 def test_the_guide_has_a_verdict_of_each_architecture_once():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

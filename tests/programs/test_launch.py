@@ -33,16 +33,41 @@ def test_a_rank_that_cannot_go_on_says_why_under_the_programs_name(monkeypatch, 
         assert capsys.readouterr().err == f"a program: error: {place}no rows [HCP-no-data]\n"
 
 
-def test_what_hcp_refuses_inside_a_program_is_one_line_and_other_errors_are_not(
-    monkeypatch, capsys
-):
+@pytest.fixture
+def waited(monkeypatch):
+    """The seconds that ranks wait before they say why they end."""
+    seconds = []
+    monkeypatch.setattr(launch.time, "sleep", seconds.append)
+    return seconds
+
+
+def test_what_hcp_itself_refuses_is_one_line_whatever_the_error(waited, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    refused = program(lambda args: hcp.plan([1], ranks=1, max_tokens_per_rank=0))
-    assert refused.main([]) == launch.USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("a program: error: max_tokens_per_rank is 0, expected")
-    with pytest.raises(ValueError, match="invalid literal"):
-        program(lambda args: int("of the program itself")).main([])
+    assert program(lambda args: hcp.plan([5], ranks=0, max_tokens_per_rank=8)).main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("a program: error: ranks is 0, expected")
+    assert said.count("\n") == 1
+    with pytest.raises(ValueError, match="invalid literal"):  # a fault, which needs its traceback
+        program(lambda args: int("five")).main([])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "seconds"), [(0, 0, 0), (8, 0, 1), (1, 1, 2), (9, 1, 2), (1, None, 2)]
+)
+def test_ranks_speak_one_after_the_other(rank, local, seconds, waited, monkeypatch, capsys):
+    """Rank 0, then the first rank of each machine, then others: an exit ends its neighbours."""
+
+    def refuse(args):
+        raise launch.InputError("no rows")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+    assert program(refuse).main([]) == launch.USER_ERROR
+    with pytest.raises(ZeroDivisionError):
+        program(lambda args: 1 / 0).main([])
+    assert waited == [seconds * launch.GRACE_SECONDS] * 2
 
 
 def test_without_a_launcher_the_module_is_started_on_so_many_ranks(monkeypatch):

@@ -275,6 +275,25 @@ def test_results_of_too_few_micro_batches_are_refused() -> None:
         hcp.loopback(1, call)
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_results_made_with_gradients_come_back_without_them(without: Any) -> None:
+    """As the error below advises: rank 0 has no samples."""
+
+    def call(groups: Any) -> list[Any]:
+        plan = hcp.plan([5, 3], ranks=2, max_tokens_per_rank=5)
+        samples = [{"row": torch.ones(5)}, {"row": torch.ones(3)}] if groups.transport.rank else []
+        step = hcp.dispatch(plan, samples, [1, 1], groups)
+        factor = torch.full((), 2.0, requires_grad=True)
+        rows = [local.row * factor for _, local in step]
+        sums = [cp.sum_by_sequence(x) for (cp, _), x in zip(step, rows, strict=True)]
+        with without():
+            back = [*step.combine(rows), *step.combine_by_sequence(sums)]
+        assert not any(x.requires_grad for x in back)
+        return [x.tolist() for x in back]
+
+    assert hcp.loopback(2, call) == [[], [[2.0] * 5, [2.0] * 3, 10.0, 6.0]]
+
+
 def test_gradients_of_results_are_refused_where_a_rank_has_no_samples() -> None:
     def call(groups: Any, grads: bool) -> None:
         plan = hcp.plan([5], ranks=2, max_tokens_per_rank=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -164,10 +165,50 @@ def test_even_units_are_spread_by_rows() -> None:
     assert hcp.loopback(4, images) == [[4, 0], [4, 0], [4, 1], [4, 1]]
 
 
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1.5, -2.0], torch.float32),
+        ([7, 2**62], torch.int64),
+        ([True, False], torch.bool),
+        ([numpy.float32(0.1), numpy.float32(3)], torch.float32),
+        ([numpy.float64(0.1), numpy.float64(1e300)], torch.float64),
+        ([numpy.int32(-5), numpy.int32(5)], torch.int32),
+        ([numpy.bool_(True), numpy.bool_(False)], torch.bool),
+        ([numpy.array(2.5), numpy.array(0.1)], torch.float64),
+        ([torch.tensor(0.25), 0.1], torch.float32),
+    ],
+)
+def test_a_value_of_a_sequence_may_be_a_number(values: list[Any], dtype: torch.dtype) -> None:
+    lengths, rules = [5, 3], {"value": "sequence"}
+    samples = [
+        {"x": torch.zeros(n), "value": value} for n, value in zip(lengths, values, strict=True)
+    ]
+
+    def call(groups: Any) -> list[Any]:
+        own = [samples[groups.transport.rank]]
+        _, sources, gathered = hcp.gather_lengths(own, groups, fields=rules)
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=4)
+        found = []
+        for given_samples in (own, gathered):
+            for cp, local in hcp.dispatch(plan, given_samples, sources, groups, fields=rules):
+                assert local.value.dtype == dtype
+                found += zip(cp.layout.sequences, local.value.tolist(), strict=True)
+        return found
+
+    for found in hcp.loopback(2, call):
+        assert found
+        for sequence, value in found:
+            assert value == torch.as_tensor(values[sequence]).to(dtype).item()
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def of_three(**fields: Any) -> dict[str, Tensor]:
+def of_three(**fields: Any) -> dict[str, Any]:
     """A sequence of five tokens, of which three are marked, and a field of three rows."""
     marked = torch.tensor([0, 1, 1, 0, 1], dtype=torch.bool)
     return {"x": torch.zeros(5), "marked": marked, "image": torch.zeros(3, 2), **fields}
@@ -199,6 +240,42 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         of_three(image=torch.tensor(1.0)),
         {"image": hcp.Payload()},
         r"samples\[0\]\['image'\] has no dimension, expected a payload \(rows, ...\)",
+    ),
+    "a number of Python": (
+        of_three(image=1.5),
+        {"image": hcp.Payload()},
+        r"samples\[0\]\['image'\] is float 1.5, expected a tensor \(rows, ...\)$",
+    ),
+    "a number without a rule": (
+        of_three(image=numpy.float32(1.5)),
+        {},
+        r"expected a tensor \(tokens, ...\), or for a value of the whole sequence "
+        r"fields=\{'image': 'sequence'\}$",
+    ),
+    "an integer of 65 bits": (
+        of_three(image=2**64),
+        {"image": "sequence"},
+        r"\['image'\] is int 18446744073709551616, expected a number of at most 64 bits",
+    ),
+    "a text": (
+        of_three(image="uid-7"),
+        {"image": "sequence"},
+        r"\['image'\] is str 'uid-7', expected a number of at most 64 bits, or a tensor .* index",
+    ),
+    "a text of numpy": (
+        of_three(image=numpy.str_("uid-7")),
+        {"image": "sequence"},
+        r"\['image'\] is .*'uid-7'.*, expected a number of at most 64 bits",
+    ),
+    "a date": (
+        of_three(image=numpy.datetime64("2026-11-26")),
+        {"image": "sequence"},
+        r"\['image'\] is .*datetime64.*2026-11-26.*, expected a number of at most 64 bits",
+    ),
+    "nothing": (
+        of_three(image=None),
+        {"image": "sequence"},
+        r"\['image'\] is NoneType None, expected a number of at most 64 bits",
     ),
     "an unknown mask": (
         of_three(),

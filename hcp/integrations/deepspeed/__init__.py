@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hcp.integrations.columns import causal_lm_sample
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPCollator,
     DynamicCPDataLoader,
     EvalDataLoader,
-    causal_lm_sample,
     eval_groups,
     eval_layout,
     warn_of_the_barrier,

@@ -27,7 +27,7 @@ SEAMS = (
 require(
     "transformers",
     "5.17",
-    "5.23",
+    "5.24",
     seams=SEAMS,
     check="register_hcp_attention compares your model before training. To check the Trainer, "
     "compare losses: python -m hcp.integrations.transformers --ranks 2",
@@ -43,12 +43,11 @@ require(
 )
 
 # What imports transformers comes after what refuses its absence.
+from hcp.integrations.columns import causal_lm_sample, causal_lm_samples  # noqa: E402
 from hcp.integrations.loader import (  # noqa: E402
     DynamicCPCollator,
     DynamicCPDataLoader,
     EvalDataLoader,
-    causal_lm_sample,
-    causal_lm_samples,
 )
 from hcp.integrations.transformers.attention import (  # noqa: E402
     ATTENTION,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.integrations.loader import causal_lm_sample
+from hcp.integrations.columns import causal_lm_sample
 from hcp.step.fields import Payload
 
 PIXELS, SIZES, POSITIONS, MARKED = "pixel_values", "image_grid_thw", "rope_positions", "is_image"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from hcp.integrations.transformers.attention import ATTENTION, Window, register_hcp_attention
 from hcp.integrations.transformers.image_samples import (
@@ -27,6 +28,14 @@ from hcp.step.handler import ContextParallelHandler
 
 Encode = Callable[[Tensor], Tensor]
 """Returns the embeddings (N, hidden) of the tokens of some images, given their pixel values."""
+
+
+@dataclass
+class _Encoded(ModelOutput):  # type: ignore[misc]
+    """Images as a model takes them encoded: embeddings of tokens, and those that layers add."""
+
+    pooler_output: list[Tensor] | None = None
+    deepstack_features: list[tuple[Tensor, ...]] | None = None
 
 
 def register_for_images(model: Any, *, fused_rope: bool = True) -> None:
@@ -129,7 +138,7 @@ def image_inputs(
         axes = cp.at_least_one_row(local[POSITIONS]).T.unsqueeze(1)
         inputs["position_ids"] = torch.cat([inputs["position_ids"].unsqueeze(0), axes])
     if len(found) > 1:
-        layers = SimpleNamespace(pooler_output=own[:1], deepstack_features=[(x,) for x in own[1:]])
+        layers = _Encoded(list(own[:1]), [(x,) for x in own[1:]])
         return {**inputs, "mm_encoder_outputs": {"image": layers}}
     embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))[0]
     put = embeddings.index_copy(0, taken.token_rows, own[0].to(embeddings.dtype))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hcp.integrations.loader import IGNORED
+from hcp.integrations.columns import IGNORED
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
 

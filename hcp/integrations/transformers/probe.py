@@ -208,7 +208,8 @@ def _own(model: nn.Module, document: Tensor, **more: Tensor) -> Any:
 
 def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
     """Find the number that hcp has to add to its positions to give the model's own."""
-    padding = model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    padding = getattr(text, "pad_token_id", None)
     fed = any(
         isinstance(hook, Positions)
         for module in model.modules()

@@ -21,13 +21,13 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
+from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
     Order,
     ToSample,
-    causal_lm_samples,
     check_model_config,
     domain,
     eval_groups,

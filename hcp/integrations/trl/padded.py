@@ -19,7 +19,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator
-from hcp.integrations.loader import IGNORED, check_model_config, domain
+from hcp.integrations.columns import IGNORED
+from hcp.integrations.loader import check_model_config, domain
 from hcp.integrations.transformers.attention import (
     check_softcap,
     own_attention,

@@ -8,7 +8,7 @@ from typing import Any
 import trl
 from torch import Tensor
 
-from hcp.integrations.loader import causal_lm_samples
+from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.transformers.trainer import Trainer
 
 

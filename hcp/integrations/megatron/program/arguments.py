@@ -10,10 +10,12 @@ from hcp.integrations.megatron.arguments import add_megatron_arguments, config_f
 from hcp.integrations.megatron.checks import check_gloo
 from hcp.programs.arguments import (
     HelpFormatter,
+    Parser,
     add_data_arguments,
     add_model_arguments,
     check_data,
     check_model,
+    check_seed,
     default_rank_tokens,
     number_of_ranks,
 )
@@ -26,7 +28,7 @@ same training under static CP; then evaluate both under two layouts."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m hcp.integrations.megatron",
         description=DESCRIPTION,
         formatter_class=HelpFormatter,
@@ -96,6 +98,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
+    check_seed(args.seed)
     check_model(args)
     check_layout(args)
     # Sequence parallelism shares a rank's rows between tensor-parallel ranks.

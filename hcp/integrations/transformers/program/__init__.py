@@ -21,7 +21,14 @@ import hcp
 from hcp._validate import expect_size
 from hcp.integrations.loader import check_model_config
 from hcp.planning.limits import rows_up_to
-from hcp.programs.arguments import HelpFormatter, add_data_arguments, check_data, number_of_ranks
+from hcp.programs.arguments import (
+    HelpFormatter,
+    Parser,
+    add_data_arguments,
+    check_data,
+    check_seed,
+    number_of_ranks,
+)
 from hcp.programs.data import (
     END_OF_DOCUMENT,
     VOCABULARY_SIZE,
@@ -38,7 +45,7 @@ MODELS = ("llama", "qwen3")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m hcp.integrations.transformers",
         description="Fine-tune small models of random weights on real text with Transformers' "
         "Trainer, under static and under dynamic context parallelism, and evaluate in two layouts.",
@@ -71,6 +78,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
+    check_seed(args.seed)
     for name in ("ranks", "train_iters", "global_batch_size", "num_layers", "hidden_size"):
         expect_size(name, getattr(args, name))
     if args.hidden_size % 16:
