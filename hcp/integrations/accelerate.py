@@ -138,10 +138,16 @@ class ContextParallel:
                 yield micro_batch
 
     def eval_loader(
-        self, dataset: Any, *, global_batch_size: int, model: nn.Module | None = None
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        model: nn.Module | None = None,
+        **options: Any,
     ) -> EvalDataLoader:
         """Return a loader of the micro-batches of an evaluation in the eval layout, which has each
-        sample once. `model`: see `DynamicCPDataLoader`."""
+        sample once. `model`: see `DynamicCPDataLoader`. `options`: those of `EvalDataLoader`, such
+        as `fields`."""
         return EvalDataLoader(
             dataset,
             self.config,
@@ -150,6 +156,7 @@ class ContextParallel:
             cost=self.cost,
             to_sample=self.to_sample,
             model=model,
+            **options,
         )
 
     def eval_layout(self, model: nn.Module) -> contextlib.AbstractContextManager[ProcessGroups]:

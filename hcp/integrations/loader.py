@@ -45,15 +45,15 @@ from hcp.step.dispatch import (
     gather_lengths,
     gather_or_raise,
 )
-from hcp.step.fields import Rules, Sample
+from hcp.step.fields import Given, Rules, tokens_of
 
 _log = logging.getLogger("hcp")
 
-ToSample = Callable[[Any], Sample | Sequence[Sample]]
+ToSample = Callable[[Any], Given | Sequence[Given]]
 """Makes the sample of an item of a dataset, or a list: the samples of the documents in the item."""
 
 
-def samples_of(to_sample: ToSample, item: Any) -> list[Sample]:
+def samples_of(to_sample: ToSample, item: Any) -> list[Given]:
     """Return the samples of an item as a list. Raises ValueError if there are none."""
     made = to_sample(item)
     samples = [made] if isinstance(made, Mapping) else list(made)
@@ -275,11 +275,11 @@ class DynamicCPCollator:
         step.arrive()
         return step
 
-    def samples_of(self, items: Iterable[Any]) -> Iterator[Sample]:
+    def samples_of(self, items: Iterable[Any]) -> Iterator[Given]:
         """Yield the samples of items, as they are read."""
         return (sample for item in items for sample in samples_of(self.to_sample, item))
 
-    def step_of(self, samples: Iterable[Sample], passage: Passage) -> Step:
+    def step_of(self, samples: Iterable[Given], passage: Passage) -> Step:
         """Plan and dispatch this rank's samples of a batch, on any thread."""
         lengths, sources, own = gather_lengths(samples, passage, fields=self.fields)
         ranks = self.groups.size("dp_cp")
@@ -440,7 +440,7 @@ class DynamicCPDataLoader:
                 self._after[step] = self._next = number
                 yield step
 
-    def _shares_of_a_stream(self) -> Iterator[tuple[int, Read[Any], Read[Sample]]]:
+    def _shares_of_a_stream(self) -> Iterator[tuple[int, Read[Any], Read[Given]]]:
         """Read the batches of a stream, from the next one on, and this rank's samples of each."""
         batches, start = self.batch_sampler, self._next
         read = read_stream(self.dataset, batches.batch_size, self.load_workers)
@@ -471,7 +471,7 @@ class DynamicCPDataLoader:
         self._first = first or self._first
 
     def _step_of_a_stream(
-        self, share: tuple[int, Read[Any], Read[Sample]], passage: Passage
+        self, share: tuple[int, Read[Any], Read[Given]], passage: Passage
     ) -> Step | None:
         number, batch, samples = share
         items = agree_on_batch(passage.transport, number, batch)
@@ -479,7 +479,7 @@ class DynamicCPDataLoader:
             return None
         return self.collate_fn.step_of(samples, passage)
 
-    def _shares(self) -> Iterator[Read[Sample]]:
+    def _shares(self) -> Iterator[Read[Given]]:
         """Read this rank's share of each batch, in the order of the epoch."""
         batches = self.batch_sampler
         indices = batches.indices()
@@ -815,13 +815,14 @@ class EvalDataLoader:
             {"samples": count, "batch_size": self.global_batch_size},
             lambda: [self.to_sample(dataset[i]) for i in _FIRST_TWICE],
         )
-        own: list[Sample] = []
+        own: list[Given] = []
 
-        def widthless() -> Iterator[Sample]:
+        def widthless() -> Iterator[Given]:
             for i in range(rank, count, ranks):
                 samples = samples_of(self.to_sample, dataset[i])
                 own.append({"rows": torch.empty(len(samples), 0)})
-                yield from ({"rows": torch.empty(_tokens(s), 0)} for s in samples)
+                lengths = tokens_of(samples, self.fields or {})
+                yield from ({"rows": torch.empty(length, 0)} for length in lengths)
 
         lengths_of = _by_source(ranks, *gather_lengths(widthless(), self.groups)[:2])
         counts_of = _by_source(ranks, *gather_lengths(own, self.groups)[:2])
@@ -850,21 +851,17 @@ class _Samples:
     ) -> None:
         self.dataset, self.to_sample, self.places, self.first = dataset, to_sample, places, first
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Given:
         item, number = self.places[index]
         sample = samples_of(self.to_sample, self.dataset[item])[number]
         if self.first is None:
             return sample
-        labels = sample["labels"]
+        labels = torch.as_tensor(sample["labels"])
         return {
             **sample,
             "document": torch.full_like(labels, self.first + index),
             "own_labels": torch.cat((labels.new_full((1,), IGNORED), labels[:-1])),
         }
-
-
-def _tokens(sample: Mapping[str, Tensor]) -> int:
-    return next(iter(sample.values())).shape[0]
 
 
 def domain(groups: ProcessGroups | None, ranks: int, device: torch.device | str) -> ProcessGroups:

@@ -167,6 +167,11 @@ def length_of(sample: Sample, i: int, rules: Rules) -> int:
     return length
 
 
+def tokens_of(samples: Iterable[Given], rules: Rules) -> list[int]:
+    """Return the number of tokens of each sample. ValueError for one that is none."""
+    return [length_of(sample, i, rules) for i, sample in enumerate(in_tensors(samples, rules))]
+
+
 def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
     """Describe each field: (name, dtype, shape of a row, or of a sequence's value). ValueError
     where samples differ."""

@@ -33,6 +33,7 @@ from hcp.integrations.loader import (
     eval_groups,
     eval_layout,
     is_stream,
+    samples_of,
 )
 from hcp.integrations.transformers.attention import (
     check_model,
@@ -54,6 +55,7 @@ from hcp.integrations.transformers.predictions import Predictions
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
+from hcp.step.fields import tokens_of
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.stats import MeanMetrics
 
@@ -154,7 +156,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         lengths = (
             list(self.train_dataset[column])
             if named
-            else [len(item["input_ids"]) for item in self.train_dataset]
+            else [self._length_of(item) for item in self.train_dataset]
         )
         batch = self.args.train_batch_size * self.args.world_size
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -165,6 +167,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return grouped
 
         return order
+
+    def _length_of(self, item: Any) -> int:
+        """The tokens of an item of the dataset."""
+        return sum(tokens_of(samples_of(self.to_sample, item), self.fields or {}))
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
         self._means.clear()  # of steps of a training before, which nothing logged

@@ -8,18 +8,20 @@ from typing import Any
 import trl
 from torch import Tensor
 
-from hcp.integrations.columns import causal_lm_samples
+from hcp.integrations.columns import MASKS, causal_lm_samples
 from hcp.integrations.transformers.trainer import Trainer
 
 
 def prepared_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Make the samples of an item that TRL has prepared, by the columns that its collator reads;
-    where it has no `seq_lengths`, also by `position_ids` that go back to 0."""
-    named = _COLUMNS if item.get("seq_lengths") is not None else (*_COLUMNS, "position_ids")
+    """Make the samples of an item that TRL has prepared, by the columns that its collator reads.
+
+    Where it has no `seq_lengths`, `position_ids` that go back to 0 count too; where it has no
+    `labels`, which TRL makes of masks, the masks do."""
+    absent = {name for name in ("seq_lengths", "labels") if item.get(name) is None}
+    more = ["position_ids"] if "seq_lengths" in absent else []
+    more += MASKS if "labels" in absent else ()
+    named = ("input_ids", "labels", "seq_lengths", *more)
     return causal_lm_samples({name: item[name] for name in named if name in item})
-
-
-_COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 
 class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
