@@ -902,6 +902,23 @@ def test_an_architecture_is_right_or_refused_before_training(kind):
     assert (found.result, found.wrong) == (SAMPLE[kind], False), found.message
 
 
+def test_a_configuration_need_not_name_its_padding():
+    """As that of CodeGen since Transformers 5.24."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build("llama")
+
+    class Without(type(model.config)):
+        def __getattribute__(self, name):
+            if name == "pad_token_id":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    model.config.__class__ = Without
+    register_hcp_attention(model)
+    assert model.config._attn_implementation == "hcp"
+
+
 def test_a_wrong_architecture_is_found(monkeypatch):
     from hcp.integrations.transformers import probe
 

@@ -220,6 +220,34 @@ def test_image_tokens_with_positions_of_three_axes(kind):
     assert sum(images for _, _, images in found) == 3  # each is encoded once
 
 
+@pytest.mark.parametrize("kind", [known("qwen3_vl")])
+def test_encoded_images_are_handed_over_as_the_model_itself_returns_them(kind):
+    """Wrappers of models copy arguments, and models hand these on as a part of their output."""
+    from torch.distributed.utils import _recursive_to
+    from transformers.utils import ModelOutput
+
+    from hcp.integrations.transformers import image_fields, image_inputs, image_sample
+
+    model, item = build_of_axes(kind), items_of_axes()[0]
+
+    def given(groups):
+        rules, sample = image_fields(model), image_sample(model, item)
+        plan = hcp.plan([len(sample["labels"])], ranks=1, max_tokens_per_rank=64)
+        sample["pixel_values"] = sample["pixel_values"].double()
+        ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups, fields=rules)
+        return image_inputs(model, cp, local)["mm_encoder_outputs"]
+
+    (made,) = hcp.loopback(1, given)
+    own = model.get_image_features(item["pixel_values"], item["image_grid_thw"], return_dict=True)
+    for encoded in (made, *_recursive_to(made, torch.device("cpu"), False)):
+        assert isinstance(encoded["image"], ModelOutput)
+        assert torch.allclose(
+            torch.cat(encoded["image"].pooler_output), torch.cat(own.pooler_output)
+        )
+        layers = zip(encoded["image"].deepstack_features, own.deepstack_features, strict=True)
+        assert all(torch.allclose(torch.cat(found), torch.cat(layer)) for found, layer in layers)
+
+
 def planned(groups, model, dataset):
     from hcp.integrations.transformers import image_inputs
 
