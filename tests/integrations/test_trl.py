@@ -343,6 +343,62 @@ def test_what_would_be_wrong_is_refused(tmp_path):
     run_ranks(1, refuse, tmp_path)
 
 
+def padded_batches(rank, size):
+    """Log-probabilities of rows with other lengths and sides of padding, and of the rows alone."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from hcp.integrations.loader import domain
+    from hcp.integrations.transformers import register_hcp_attention
+    from hcp.integrations.trl.padded import spread_padded
+    from hcp.step.stats import MeanMetrics
+
+    model, own = build(), build()
+    for each in (model, own):
+        add_fused_lm_head(each)
+    register_hcp_attention(model)
+    spread_padded(
+        model, hcp.Config(**CONFIG, sync="step"), domain(None, size, "cpu"), None, MeanMetrics()
+    )
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(4, 64, (4, 9), generator=draw)
+    mask = torch.zeros(4, 9, dtype=torch.long)
+    mask[0, :5] = mask[1, 2:] = mask[3, 8:] = 1  # the third has padding only
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[0, :2] = -100
+    given = {"input_ids": tokens.int(), "labels": labels, "fused_lm_head": True}
+    with torch.no_grad():
+        for form in (mask, mask.bool(), mask.float()):
+            found = model(**given, attention_mask=form).log_probs
+            assert not found[2].any()
+            for row, kept in ((0, slice(0, 5)), (1, slice(2, 9))):
+                alone = {
+                    name: x[row, kept][None]
+                    for name, x in (("input_ids", tokens), ("labels", labels))
+                }
+                expected = own(**alone, fused_lm_head=True).log_probs[0]
+                torch.testing.assert_close(
+                    found[row, kept][: len(expected)], expected, atol=1e-4, rtol=0
+                )
+        for wrong in (mask[:, None], mask * 2):
+            with pytest.raises(ValueError, match=r"attention_mask has shape .* expected \(4, 9\)"):
+                model(**given, attention_mask=wrong)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_padding_on_any_side_is_left_out_and_other_masks_are_refused(ranks):
+    run_ranks(ranks, padded_batches)
+
+
+def test_columns_that_trl_would_read_are_read():
+    from hcp.integrations.trl.sft import prepared_samples
+
+    item = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 0], "attention_mask": [1, 1, 1]}
+    (sample,) = prepared_samples(item)
+    assert sample["labels"].tolist() == [6, -100, -100]
+    (sample,) = prepared_samples(item | {"labels": [5, -100, 7]})  # TRL made them
+    assert sample["labels"].tolist() == [-100, 7, -100]
+
+
 def test_positions_that_restart_are_documents_where_trl_has_not_packed():
     from hcp.integrations.trl.sft import prepared_samples
 

@@ -159,9 +159,8 @@ def _computed(
             "without a router's loss (router_aux_loss_coef=0.0): hcp dispatches tokens only"
         )
     tokens, labels = given["input_ids"], given["labels"]
-    mask = given.get("attention_mask")
-    kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-    samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True)]
+    kept = _kept(tokens, given.get("attention_mask"))
+    samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
     started = time.perf_counter()
     lengths, sources, _ = gather_lengths(samples, groups)
     plan = cp.plan(lengths, groups.size("dp_cp"), cost, sync=cp.sync)
@@ -170,6 +169,18 @@ def _computed(
     step.planning = PlanningTime(took, took)  # the forward waits for all of it
     rows, names = _own_rows(fused, step)
     return _padded(rows, names, kept, labels), step.stats()
+
+
+def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Return which tokens are none of the padding, (B, L) bools."""
+    if mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    if mask.shape != tokens.shape or bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} and values up to {mask.max().item()}, "
+            f"expected {tuple(tokens.shape)} and 0 or 1: 0 is padding, and each row one sequence"
+        )
+    return mask.bool()
 
 
 def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
@@ -197,8 +208,8 @@ def _padded(
     rows: list[Tensor], names: list[str], kept: Tensor, labels: Tensor
 ) -> FusedCausalLMOutput:
     """Return the fields (B, L - 1), as TRL's fused head does: of the token after each."""
-    full = torch.zeros(*kept.shape, len(names), device=kept.device, dtype=rows[0].dtype)
-    full = full.masked_scatter(kept.unsqueeze(-1), torch.cat(rows))
+    full = torch.zeros(*kept.shape, len(names), device=kept.device)
+    full = full.masked_scatter(kept.unsqueeze(-1), torch.cat([full[0, :0], *rows]))
     fields = dict(zip(names, full[:, :-1].unbind(-1), strict=True))
     if "is_top1" in fields:
         fields["is_top1"] = fields["is_top1"].bool()
