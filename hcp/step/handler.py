@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hcp._ranges import ranged
 from hcp._this_process import OfThisProcess
@@ -468,7 +469,10 @@ class ContextParallelHandler(OfThisProcess):
         cannot compute 0 rows. ``y[:cp.rows]`` drops that row again."""
         if len(x) != self.rows:
             raise ValueError(f"x has {len(x)} rows, expected {self.rows}")
-        return x.new_full((1, *x.shape[1:]), value) if self.rows == 0 else x
+        if self.rows:
+            return x
+        # Not a new tensor: what x was made by wants a gradient.
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1), value=value)
 
     def packed_seq_params(self, cls: Any = packed.PackedSeqParams, *, cp_group: Any = None) -> Any:
         """Describe this micro-batch as Megatron's PackedSeqParams: ``cu_seqlens`` of whole
