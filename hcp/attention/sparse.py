@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from hcp import ops
 from hcp.attention.checks import as_autocast, check_heads, scale_of
@@ -90,7 +91,7 @@ class SparseAttention:
                 parts = torch.split(fetched, sizes, 1)
                 own = [p.view(-1, *x.shape[1:]) for p, x in zip(parts, keys, strict=True)]
             else:
-                own = [*check_expanded(expand(fetched), fetched, queries)]
+                own = _expanded(expand, fetched, queries)
             result: tuple[Tensor, Tensor, Tensor] = _Chosen.apply(queries, *own, chosen, scale)  # type: ignore[no-untyped-call]
             return result
 
@@ -252,6 +253,14 @@ class SparseAttention:
         lies[self._output_rows] = asked.cumsum(0) - 1
         lies[-1] = -1
         return fetched, lies[wanted]
+
+
+def _expanded(expand: Expand, fetched: Tensor, queries: Tensor) -> list[Tensor]:
+    """Keys and values of fetched rows. Models reshape them in ways that fail without any: then a
+    row of zeros stands in."""
+    count = len(fetched)
+    rows = fetched if count else F.pad(fetched, (0, 0, 0, 1))
+    return [x[:count] for x in check_expanded(expand(rows), rows, queries)]
 
 
 def _from(places: Tensor, starts: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ T rows, H heads, P and N sizes of Mamba's state, K and V of the delta rule's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -43,19 +44,23 @@ def scan_mamba(
     logs: Tensor,
     reads: Tensor,
     scan: Callable[[list[slice]], tuple[Tensor, Tensor]],
+    *beside: Tensor,
 ) -> Tensor:
     """Scan x (T, H, P) by Mamba-2, along its sequences, and pass states.
 
     `logs`: (T, H), logarithms of the decays. `reads`: (T, H, N), what each row reads of the state.
     `scan`: of the spans of these rows, each from zeros, gives (T, H, P) and the states at their
-    ends (spans, H, P, N). It is not called without spans.
+    ends (spans, H, P, N). It is not called without spans. `beside`: other tensors with gradients
+    that it uses.
     """
     spans = _slices(span_rows(cp.layout))
-    out, states = scan(spans) if spans else (x, _no_states(x, reads))
+    wide = _wide(x, logs, reads)
+    out, states = scan(spans) if spans else (x, _no_states(x, reads, wide))
+    states = states.to(wide)
     decays = [logs[span].sum(0).exp()[:, None, None] for span in spans]
     entering = cp.pass_states(states, torch.stack(decays) if decays else states[..., :1, :1])
     if not spans:
-        return _touched(x, entering, logs)
+        return _touched(x, entering, logs, *beside)
     outs = []
     for span, state in zip(spans, entering, strict=True):
         read = torch.einsum("thn,hpn->thp", reads[span], state.to(reads.dtype))
@@ -125,14 +130,15 @@ def _delta_by_states(
     followed by K zeros, from zeros followed by the identity. What it makes of the identity is the
     span's transition, and what its rows read from a state that enters."""
     (heads, width), keys = value.shape[1:], key.shape[2]
-    identity = torch.eye(keys, device=value.device).expand(1, heads, keys, keys)
+    dtype = _wide(value)
+    identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, heads, keys, keys)
     start, wide = F.pad(identity, (width, 0)), F.pad(value, (0, keys))
     sizes = span_rows(cp.layout)
     if sizes:
         out, made = _delta_of(sizes, rule, query, key, wide, gates, options, start)
     else:
-        out, made = wide, _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide)
-    states, transitions = torch.split(made, [width, keys], -1)
+        out, made = wide, _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide, dtype)
+    states, transitions = torch.split(made.to(dtype), [width, keys], -1)
     entering = cp.pass_states(states, transition=transitions)
     if not sizes:
         return _touched(value, query, key, entering, *gates.values())
@@ -159,9 +165,9 @@ def _delta_by_heads(
     parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
     widths = [x.shape[2] for x in parts]
     own = torch.split(cp.sequence_to_head(torch.cat(parts, 2)), widths, 2)
-    mine = {
-        name: x if gates[name].dim() == 3 else x.squeeze(2)
-        for name, x in zip(gates, own, strict=True)
+    mine = {  # gates of several dtypes travelled in the widest
+        name: (x if gate.dim() == 3 else x.squeeze(2)).to(gate.dtype)
+        for (name, gate), x in zip(gates.items(), own, strict=True)
     }
     query, key, value = torch.split(mixed, [keys, keys, mixed.shape[2] - 2 * keys], 2)
     sizes = cp.whole_cu_seqlens.diff().tolist()
@@ -218,9 +224,14 @@ def _slices(sizes: list[int]) -> list[slice]:
 # It takes part in exchanges, forward and backward, and gives its weights gradients of zeros.
 
 
-def _no_states(rows: Tensor, columns: Tensor) -> Tensor:
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """The dtype in which all ranks pass states, whatever a kernel gives where there are rows."""
+    return functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+
+
+def _no_states(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """No state (0, H, A, B), made of no row (0, H, A) and no row (0, H, B)."""
-    return rows[..., :, None].float() * columns[..., None, :].float()
+    return rows[..., :, None].to(dtype) * columns[..., None, :].to(dtype)
 
 
 def _touched(x: Tensor, *others: Tensor) -> Tensor:

@@ -162,7 +162,6 @@ def sharing_heads(mixer: type) -> type:
             x, b, c = x.unflatten(1, (heads, -1)), *(y.unflatten(1, (groups, -1)) for y in (b, c))
             out = self._scanned(cp, x, dt, b, c).flatten(1)
             y = with_padding(out * F.silu(z), len(projected))[:, None]
-            y = y + (whole.D_cp1.sum() * 0).to(y.dtype)  # of a rank without rows, too
             return self.out_proj(self.norm(y) if self.rmsnorm else y)
 
         def _convolved(self, rows: Tensor) -> Tensor:
@@ -199,7 +198,7 @@ def sharing_heads(mixer: type) -> type:
                 out = kernel(*(y.contiguous() for y in given[:2]), *given[2:], **options)
                 return out[0], mamba_states(x, steps * rate, writes * steps[..., None], spans)
 
-            return scan_mamba(cp, x, steps * rate, reads, scan)
+            return scan_mamba(cp, x, steps * rate, reads, scan, skip)
 
         def _no_rows(self, hidden_states: Tensor) -> Any:
             """Compute without a scan. Every weight takes part, since DDP waits for gradients."""

@@ -185,7 +185,8 @@ def _scanned(
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     logs = A.float() * steps[0, rows].float()
     reads = C[0, rows].float().repeat_interleave(heads // C.shape[2], dim=1)
-    found = scan_mamba(cp, hidden_states[0, rows], logs, reads, scan)
+    skip = [options["D"]] if options.get("D") is not None else []
+    found = scan_mamba(cp, hidden_states[0, rows], logs, reads, scan, *skip)
     return _standing_in(found, hidden_states.shape[1])
 
 
