@@ -179,7 +179,7 @@ def run_micro_batches(job: Job, step: Batches) -> Tensor:
     for cp, local in step:
         logits = job.model(local.tokens, cp).float()
         losses = F.cross_entropy(logits, local.labels, reduction="none")
-        loss = cp.loss(losses, local.loss_mask)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
         loss.backward()
         total += loss.detach()
     return total

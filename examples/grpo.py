@@ -212,7 +212,7 @@ def update(
     total = torch.zeros((), dtype=torch.float64, device=groups.transport.device)
     for cp, local in planned(samples, groups, args):
         losses = losses_of(log_probs(policy, cp, local), cp, local, args)
-        loss = cp.loss(losses, local.loss_mask)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
         loss.backward()
         total += loss.detach()
     for parameter in policy.parameters():

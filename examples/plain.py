@@ -107,7 +107,8 @@ def train_step(
     total = torch.zeros((), device=pgs.transport.device)
     optimizer.zero_grad(set_to_none=False)
     for cp, local in hcp.dispatch(plan, samples, sources, pgs):  # rows go where they are computed
-        loss = cp.loss(losses_of(model, cp, local), local.loss_mask)  # of the mean over the batch
+        losses = losses_of(model, cp, local)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")  # of the mean over the batch
         loss.backward()
         total += loss.detach()
     for tensor in (*(p.grad for p in model.parameters()), total):

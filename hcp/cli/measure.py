@@ -96,7 +96,7 @@ def timed(trainer: Trainer, model: nn.Module, step: hcp.Step, bar: Any) -> float
     synchronize(trainer.device)
     begun = time.perf_counter()
     losses = forward_step(trainer, model, cp, local)
-    cp.loss(losses, local.loss_mask).backward()  # type: ignore[no-untyped-call]
+    cp.loss(losses, local.loss_mask, grad_reduce="sum").backward()  # type: ignore[no-untyped-call]
     synchronize(trainer.device)
     took = time.perf_counter() - begun
     bar.update()

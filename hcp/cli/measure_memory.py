@@ -90,7 +90,7 @@ class Model:
     def step(self, rows: int) -> None:
         ((cp, local),) = step_of(self.trainer, Cell((rows,), 1))
         losses = forward_step(self.trainer, self.model, cp, local)
-        cp.loss(losses, local.loss_mask).backward()  # type: ignore[no-untyped-call]
+        cp.loss(losses, local.loss_mask, grad_reduce="sum").backward()  # type: ignore[no-untyped-call]
 
     def forward(self, rows: int) -> Tensor:
         ((cp, local),) = step_of(self.trainer, Cell((rows,), 1))

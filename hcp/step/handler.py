@@ -44,7 +44,7 @@ from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
-from hcp.step.loss import GRAD_REDUCE, LossTokens, check_losses, masked_sum, mean_loss
+from hcp.step.loss import LossTokens, check_grad_reduce, check_losses, masked_sum, mean_loss
 from hcp.step.payloads import LocalPayload, Splits
 
 
@@ -830,16 +830,19 @@ class ContextParallelHandler(OfThisProcess):
     # ---- loss ----
 
     @ranged("hcp: loss")
-    def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: GradReduce = "sum") -> Tensor:
+    def loss(
+        self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: GradReduce | None = None
+    ) -> Tensor:
         """Compute this micro-batch's share of the mean loss over the whole batch.
 
         losses, loss_mask (T,). The gradients of all shares, summed over the domain and the
         micro-batches, are those of sum(losses * loss_mask) / loss_tokens of the batch, whatever the
-        plan. ``grad_reduce="mean"`` is for trainers that average gradients over the domain (DDP,
-        FSDP): it multiplies by the domain's size.
+        plan.
+
+        ``grad_reduce``: what the trainer does with gradients over the domain, which it has to say:
+        "sum", or "mean" where it averages them (DDP, FSDP), which multiplies by the domain's size.
         """
-        if grad_reduce not in GRAD_REDUCE:
-            raise ValueError(f"grad_reduce is {grad_reduce!r}, expected one of {GRAD_REDUCE}")
+        check_grad_reduce(grad_reduce)
         check_losses(losses, loss_mask, self.rows)
         scale = float(self._transport.size) if grad_reduce == "mean" else 1.0
         return mean_loss(losses, loss_mask, self._loss_tokens.known(), scale)

@@ -38,6 +38,17 @@ class LossTokens:
         return self._tensor
 
 
+def check_grad_reduce(given: object) -> None:
+    """Raise ValueError unless the caller says what becomes of gradients. Nobody else knows: with
+    the wrong one they are the domain's size too large, or too small."""
+    if given not in GRAD_REDUCE:
+        raise ValueError(
+            f"grad_reduce is {given!r}, expected one of {GRAD_REDUCE}: 'sum' where gradients are "
+            "summed over the ranks (all_reduce, or one rank alone), 'mean' where the trainer "
+            "averages them (DDP, FSDP, ZeRO)"
+        )
+
+
 def check_losses(losses: Tensor, loss_mask: Tensor, rows: int) -> None:
     """Raise ValueError unless both are (rows,)."""
     if losses.dim() != 1 or losses.shape != loss_mask.shape:

@@ -108,7 +108,7 @@ def trains(model: Model, memory: hcp.MemoryModel, longest: int) -> bool:
     options = config.dispatch_options()
     for cp, local in hcp.dispatch(plan, mine, sources, trainer.groups, **options):
         losses = forward_step(trainer, model.model, cp, local)
-        cp.loss(losses, local.loss_mask).backward()
+        cp.loss(losses, local.loss_mask, grad_reduce="sum").backward()
     model.optimizer.step()
     share = torch.cuda.max_memory_allocated() / (total - others)
     reserved = torch.cuda.max_memory_reserved() / (total - others)
@@ -136,7 +136,7 @@ def runs_out(model: Model, rows: int) -> bool:
     try:
         ((cp, local),) = step_of(model.trainer, Cell((rows,), 1))
         losses = forward_step(model.trainer, model.model, cp, local)
-        cp.loss(losses, local.loss_mask).backward()
+        cp.loss(losses, local.loss_mask, grad_reduce="sum").backward()
     except torch.OutOfMemoryError:
         return True
     return False

@@ -79,7 +79,7 @@ def by_accelerate(work: Work, config: hcp.Config, cuda: bool, timed: Timed) -> N
     for step in loader:
         total = torch.zeros((), device=accelerator.device)
         for cp, local in parallel.micro_batches(model, step):
-            loss = causal_lm_loss(model, cp, local)
+            loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
             accelerator.backward(loss)
             total += loss.detach()
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,7 +107,7 @@ def by_lightning(work: Work, config: hcp.Config, cuda: bool, timed: Timed) -> No
                 fully_shard(layer, mesh=mesh)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return causal_lm_loss(self.model, *batch)
+            return causal_lm_loss(self.model, *batch, grad_reduce="mean")
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-3)
@@ -163,7 +163,7 @@ def by_deepspeed(work: Work, config: hcp.Config, cuda: bool, timed: Timed) -> No
     for step in loader:
         total = torch.zeros((), device=engine.device)
         for cp, local in micro_batches(engine, step):
-            loss = causal_lm_loss(engine, cp, local)
+            loss = causal_lm_loss(engine, cp, local, grad_reduce="mean")
             engine.backward(loss)
             total += loss.detach()
         engine.step()

@@ -61,7 +61,7 @@ def compute_what_the_driver_planned(rank, size, sent):
     for sample, rows in zip(own, found, strict=True):
         expected = log_probs(table, sample["tokens"], sample["labels"], alone)
         torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10)
-    loss = sum(cp.loss(-of(cp, local), local.loss_mask) for cp, local in step)
+    loss = sum(cp.loss(-of(cp, local), local.loss_mask, grad_reduce="sum") for cp, local in step)
     loss.backward()
     return loss.detach(), table.grad
 

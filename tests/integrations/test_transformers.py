@@ -1652,7 +1652,7 @@ def loss_of(model, tokens, linear):
         (sample,) = documents([tokens])
         plan = hcp.plan([tokens], ranks=1, max_tokens_per_rank=tokens)
         ((cp, local),) = hcp.dispatch(plan, [causal_lm_sample(sample)], [0], groups)
-        return causal_lm_loss(model, cp, local, linear_cross_entropy=linear)
+        return causal_lm_loss(model, cp, local, grad_reduce="sum", linear_cross_entropy=linear)
 
     return hcp.loopback(1, work)[0]
 

@@ -258,7 +258,7 @@ def planned(groups, model, dataset):
     for cp, local in hcp.dispatch(plan, own, sources, groups, fields=RULES):
         logits = model(**image_inputs(model, cp, local)).logits[0, : cp.rows]
         losses = F.cross_entropy(logits, local.labels, reduction="none")
-        loss = cp.loss(losses, local.loss_mask)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
         loss.backward()
         total += loss.item()
         encoded += len(local.pixel_values)

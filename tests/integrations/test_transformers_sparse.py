@@ -91,7 +91,7 @@ def test_masks_are_refused() -> None:
     def work(groups: Any) -> None:
         sample = causal_lm_sample({"input_ids": torch.arange(16, 21)})
         ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
-        causal_lm_loss(model, cp, local)
+        causal_lm_loss(model, cp, local, grad_reduce="sum")
 
     with pytest.raises(ValueError, match=r"top_k_keys is called in a plan with the masks"):
         hcp.loopback(1, work)

@@ -378,7 +378,7 @@ def loss_and_gradients(args, config, documents, ranks):
         total = torch.zeros((), dtype=torch.float64)
         for cp, local in hcp.dispatch(plan, samples, sources, groups):
             losses = F.cross_entropy(model(local.tokens, cp), local.labels, reduction="none")
-            loss = cp.loss(losses, local.loss_mask)
+            loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
             loss.backward()
             total += loss.detach()
         return torch.cat([total[None], *(p.grad.flatten() for p in model.parameters())])

@@ -62,7 +62,7 @@ metrics = hcp.Metrics(pgs)
 for cp, local in hcp.dispatch(plan, samples, sources, pgs):
     query, key, value = layer(local.x).view(-1, 3, 2, 4).unbind(1)
     losses = cp.attention(query, key, value).square().sum((1, 2))
-    cp.loss(losses, local.loss_mask).backward()
+    cp.loss(losses, local.loss_mask, grad_reduce="sum").backward()
     metrics.add("loss", losses, local.loss_mask)
 before = layer.weight.detach().clone()
 optimizer.step()

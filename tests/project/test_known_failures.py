@@ -69,7 +69,7 @@ def masked_loss(groups: Any, ranks: int, masked: int | None) -> tuple[float, Ten
     for cp, local in hcp.dispatch(plan, own, [0, 0], groups):
         x = local.x * weight
         losses = cp.attention(x, x, x).square().sum((1, 2))
-        loss = cp.loss(losses, local.loss_mask)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
         loss.backward()
         total += float(loss.detach())
         tokens += int(local.loss_mask.sum())

@@ -98,7 +98,8 @@ def test_rows_of_padding_are_zeros_that_no_loss_counts() -> None:
             behind = slice(cp.rows - cp.layout.padding, cp.rows)
             assert local.tokens[behind].tolist() == [0] * cp.layout.padding
             assert local.loss_mask[behind].tolist() == [0.0] * cp.layout.padding
-            total += float(cp.loss(local.tokens.double() + 100, local.loss_mask))
+            losses = local.tokens.double() + 100
+            total += float(cp.loss(losses, local.loss_mask, grad_reduce="sum"))
             back = cp.combine(local.tokens)
             held = {s for group in plan.micro_batches[cp.micro_batch] for s in group.sequences}
             loaded = [s for s in sorted(held) if sources[s] == groups.transport.rank]

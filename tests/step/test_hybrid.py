@@ -147,7 +147,8 @@ def train(groups: Any, plan: hcp.Plan, start: Hybrid) -> tuple[list[float], list
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for cp, local in hcp.dispatch(plan, own, sources, groups, comm_types=(model.comm_type,)):
-            loss = cp.loss(model(local.x, local.target, cp), local.loss_mask)
+            by_row = model(local.x, local.target, cp)
+            loss = cp.loss(by_row, local.loss_mask, grad_reduce="sum")
             loss.backward()
             total += loss.detach()
         parameters = list(model.parameters())

@@ -78,7 +78,7 @@ def test_masked_rows_do_not_count_whatever_they_hold() -> None:
     def loss(groups: Any) -> float:
         losses = torch.tensor([1.0, float("nan"), 2.0, float("inf")])
         mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
-        return float(one_handler(groups).loss(losses, mask))
+        return float(one_handler(groups).loss(losses, mask, grad_reduce="sum"))
 
     assert hcp.loopback(1, loss) == [1.0]
 
@@ -86,7 +86,7 @@ def test_masked_rows_do_not_count_whatever_they_hold() -> None:
 def test_a_batch_without_loss_tokens_has_loss_0_and_gradient_0() -> None:
     def check(groups: Any) -> tuple[float, float]:
         losses = torch.ones(4, requires_grad=True)
-        loss = one_handler(groups, 0.0).loss(losses, torch.zeros(4))
+        loss = one_handler(groups, 0.0).loss(losses, torch.zeros(4), grad_reduce="sum")
         loss.backward()
         return float(loss.detach()), float(losses.grad.abs().max())
 
@@ -100,13 +100,21 @@ def test_a_batch_without_loss_tokens_has_loss_0_and_gradient_0() -> None:
         (torch.ones(4), torch.ones(3), {}, r"loss_mask \(3,\), expected both \(rows,\)"),
         (torch.ones(4, 1), torch.ones(4, 1), {}, r"expected both \(rows,\)"),
         (torch.ones(4), torch.ones(4), {"grad_reduce": "max"}, "grad_reduce is 'max', expected"),
+        (
+            *(torch.ones(4), torch.ones(4), {"grad_reduce": None}),
+            r"grad_reduce is None, .* 'sum' where gradients are summed over .* 'mean' where",
+        ),
     ],
 )
 def test_bad_losses_are_refused(losses: Any, mask: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hcp.loopback(1, lambda g: one_handler(g).loss(losses, mask, **options))
+        hcp.loopback(
+            1, lambda g: one_handler(g).loss(losses, mask, **{"grad_reduce": "sum", **options})
+        )
 
 
 def test_an_unknown_number_of_loss_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="loss tokens are not known"):
-        hcp.loopback(1, lambda g: one_handler(g, None).loss(torch.ones(4), torch.ones(4)))
+        hcp.loopback(
+            1, lambda g: one_handler(g, None).loss(*2 * [torch.ones(4)], grad_reduce="sum")
+        )

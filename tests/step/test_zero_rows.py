@@ -248,7 +248,7 @@ def losses(made: Made, given: Inputs) -> Results:
     cp, losses = made.cp, given("losses")
     mask = torch.ones(cp.rows)
     mask[cp.rows - cp.layout.padding :] = 0
-    loss = cp.loss(losses, mask).view(1)
+    loss = cp.loss(losses, mask, grad_reduce="sum").view(1)
     total, count = cp.loss_sum(losses, mask)
     return {"loss": ("share", loss), "sums": ("share", torch.stack([total, count]).view(1, 2))}
 

@@ -43,7 +43,7 @@ def run_step(groups: Any, within: AbstractContextManager[Any], device: str = "cp
                 x = local["x"].requires_grad_()
                 out = cp.attention(x, x, x)
                 cp.combine(out.detach())
-                cp.loss(out.sum((1, 2)), local["loss_mask"]).backward()
+                cp.loss(out.sum((1, 2)), local["loss_mask"], grad_reduce="sum").backward()
 
     if groups.rank("dp_cp") != 0:
         train()

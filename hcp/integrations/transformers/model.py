@@ -16,6 +16,7 @@ from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses
 from hcp.integrations.loader import warn_of_the_barrier
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
+from hcp.step.loss import check_grad_reduce
 
 
 def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
@@ -121,16 +122,17 @@ def causal_lm_loss(
     cp: ContextParallelHandler,
     local: LocalBatch,
     *,
-    grad_reduce: GradReduce = "mean",
+    grad_reduce: GradReduce | None = None,
     inputs: Mapping[str, Any] | None = None,
     linear_cross_entropy: bool = False,
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.
 
-    `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do. `inputs`:
-    the model's arguments, by default `model_inputs`; `image_inputs` makes others.
-    `linear_cross_entropy`: see `causal_lm_losses`.
+    `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do, "sum" if
+    they are summed; it has to be said, as to `cp.loss`. `inputs`: the model's arguments, by default
+    `model_inputs`; `image_inputs` makes others. `linear_cross_entropy`: see `causal_lm_losses`.
     """
+    check_grad_reduce(grad_reduce)  # before a forward
     losses = causal_lm_losses(model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy)
     return cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)
