@@ -414,6 +414,10 @@ def _cross_attention(
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """A sink is one more score, whose value is 0."""
-    both = torch.logaddexp(lse, scores_of_sinks(sinks, lse.dtype).expand_as(lse))
-    return (out * (lse - both).exp().unsqueeze(-1)).to(out.dtype), both
+    """A sink is one more score, whose value is 0. A sink of -inf is none."""
+    scores = scores_of_sinks(sinks, lse.dtype).expand_as(lse)
+    blind = (lse == -torch.inf) & (scores == -torch.inf)  # their difference would be NaN
+    own, scores = lse.masked_fill(blind, 0), scores.masked_fill(blind, 0)
+    both = torch.logaddexp(own, scores)
+    seen = (out * (own - both).exp().unsqueeze(-1)).to(out.dtype)
+    return seen, both.masked_fill(blind, -torch.inf)

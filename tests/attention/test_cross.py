@@ -147,6 +147,31 @@ def test_the_last_query_sees_the_last_key_and_first_queries_without_keys_give_ze
     assert out.tolist() == [0, 0, 3, 4, 6]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
+    """Of 5 queries that see up to 3 keys the first two see none. The second head has a sink."""
+
+    def results(groups: Any, sinks: Tensor | None) -> list[Tensor]:
+        cp, keys = handler(groups, (5,), 2), handler(groups, (3,), 2)
+        wholes = [drawn((n,), 2, 4, seed=n, dtype=dtype) for n in (5, 3, 3)]
+        sides = zip((cp, keys, keys), wholes, strict=True)
+        leaves = [rows_here(c, x).requires_grad_() for c, x in sides]
+        given = [] if sinks is None else [sinks.requires_grad_()]
+        out, lse = cp.cross_attention(*leaves, keys, causal=True, sinks=sinks, return_lse=True)
+        (out.sum() + lse.masked_fill(lse.isinf(), 0).sum()).backward()
+        return [out.detach(), lse.detach(), *(x.grad for x in (*leaves, *given))]
+
+    def check(groups: Any) -> None:
+        *found, grad = results(groups, torch.tensor([-torch.inf, 0.5]).double())
+        for x, want in zip(found, results(groups, None), strict=True):
+            assert not x.isnan().any()
+            assert torch.allclose(x[:, 0].double(), want[:, 0].double(), rtol=0.01)
+        assert grad[0] == 0
+        assert grad[1] != 0
+
+    hcp.loopback(2, check)
+
+
 def test_only_the_keys_that_are_seen_travel() -> None:
     """Each of 4 ranks has 2 of 8 runs of 10 queries, whose window reaches 4 keys back."""
 
