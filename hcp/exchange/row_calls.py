@@ -151,6 +151,10 @@ class RowCalls:
     def _passed(self, operation: str, maps: Maps, stamp: Stamp) -> Parts:
         refuse_transforms(operation, *maps.parts)
         self._calls.agree(self._pairs, stamp)
+        with torch.autocast(self._transport.device.type, enabled=False):  # it would round maps
+            return self._entering(maps, stamp)
+
+    def _entering(self, maps: Maps, stamp: Stamp) -> Parts:
         if self._layout.degree <= 1:  # no map is used, of which backward asks for gradients
             touched, spans = sum(x[:0].sum() for x in maps.parts), len(maps.parts[0])
             return tuple(x.expand(spans, *x.shape[1:]) + touched for x in maps.rule.initial)
@@ -198,6 +202,11 @@ class RowCalls:
         )
         for name, x in (("states", states), ("decay or transition", factor)):
             self._expect_floats(name, x)
+        if factor.is_complex() and not states.is_complex():
+            raise ValueError(
+                f"states is {states.dtype} and what multiplies it is {factor.dtype}, expected "
+                f"complex states too, since the result has their dtype: states.to({factor.dtype})"
+            )
         wide = torch.promote_types(torch.promote_types(states.dtype, factor.dtype), torch.float32)
         zeros = torch.zeros(1, *states.shape[1:], dtype=wide, device=states.device)
         rule = linear(torch.mul if transition is None else torch.matmul, zeros)

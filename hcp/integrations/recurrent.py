@@ -63,7 +63,8 @@ def scan_mamba(
         return _touched(x, entering, logs, *beside)
     outs = []
     for span, state in zip(spans, entering, strict=True):
-        read = torch.einsum("thn,hpn->thp", reads[span], state.to(reads.dtype))
+        with _without_autocast(x):
+            read = torch.einsum("thn,hpn->thp", reads[span], state.to(reads.dtype))
         outs.append(out[span] + (read * logs[span].cumsum(0).exp()[..., None]).to(out.dtype))
     return torch.cat(outs)
 
@@ -78,7 +79,8 @@ def mamba_states(x: Tensor, logs: Tensor, writes: Tensor, spans: list[slice]) ->
     for span in spans:
         later = logs[span].sum(0) - logs[span].cumsum(0)
         scaled = writes[span] * later.exp()[..., None]
-        states.append(torch.einsum("thp,thn->hpn", x[span].to(scaled.dtype), scaled))
+        with _without_autocast(x):
+            states.append(torch.einsum("thp,thn->hpn", x[span].to(scaled.dtype), scaled))
     return torch.stack(states)
 
 
@@ -142,10 +144,11 @@ def _delta_by_states(
     entering = cp.pass_states(states, transition=transitions)
     if not sizes:
         return _touched(value, query, key, entering, *gates.values())
-    added = [
-        torch.einsum("thk,hkv->thv", out[span][..., width:].to(state.dtype), state)
-        for span, state in zip(_slices(sizes), entering, strict=True)
-    ]
+    with _without_autocast(value):
+        added = [
+            torch.einsum("thk,hkv->thv", out[span][..., width:].to(state.dtype), state)
+            for span, state in zip(_slices(sizes), entering, strict=True)
+        ]
     return out[..., :width] + torch.cat(added).to(out.dtype)
 
 
@@ -212,6 +215,11 @@ def takes_packs(rule: Rule) -> bool:
     Functions in PyTorch of the same names have the argument and refuse it."""
     home: str = getattr(inspect.unwrap(rule), "__module__", None) or ""
     return home.split(".")[0] == "fla"
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """It would round states, which kernels keep wide."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _slices(sizes: list[int]) -> list[slice]:

@@ -296,6 +296,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"states": X, "decay": X, "transition": X}, "both of decay and transition given"),
     "decay": ({"states": X, "decay": X[:, :, :2]}, r"decay has shape \(1, 2, 2, 4\), expected th"),
     "transition": ({"states": X, "transition": X}, r"expected \(spans, ..., K, K\) for \(spans, "),
+    "a complex decay": (
+        {"states": X.double(), "decay": X.to(torch.complex128)},
+        r"states is torch.float64 and .* torch.complex128, expected complex .*\(torch.complex128\)",
+    ),
+    "a complex transition": (
+        {"states": X, "transition": torch.zeros(1, 2, 3, 3, dtype=torch.complex64)},
+        r"states is torch.float32 and .* torch.complex64, expected complex states too",
+    ),
     "dtype": ({"states": X.long(), "decay": X}, "states is torch.int64, expected floats or comp"),
 }
 
@@ -323,3 +331,28 @@ def test_ranks_whose_decays_differ_hear_it() -> None:
     for error in errors:
         assert isinstance(error, RankError)
         assert "in pass_states, decay differs" in str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_does_not_round_maps(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passing, "ROUND_BYTES", WAYS[way])
+
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [32], 16, min_degree=4)
+        draw = torch.Generator().manual_seed(groups.transport.rank)
+        spans = len(cp.span_cu_seqlens) - 1
+        states = torch.randn(spans, HEADS, KEYS, VALUES, generator=draw)
+        transition = torch.randn(spans, HEADS, KEYS, KEYS, generator=draw)
+        start = torch.zeros(HEADS, KEYS, VALUES)
+        given: Any = {
+            "combine": lambda a, b: (b[0] @ a[0], b[0] @ a[1] + b[1]),
+            "apply": lambda a, b: (a[0] @ b[0] + a[1],),
+            "initial": (start,),
+        }
+        want = cp.pass_states(states, transition=transition)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(cp.pass_states(states, transition=transition), want)
+            (found,) = cp.pass_maps((transition, states), **given)
+        assert torch.allclose(found, want)
+
+    hcp.loopback(4, check)
