@@ -153,7 +153,12 @@ class SparseAttention:
                 f"({rows}, keys): each row's keys, as places in its sequence, -1 for none"
             )
         wrong = (places < -1) | (places > self._positions.unsqueeze(1))
-        if bool(wrong.any()):
+        before, after = places[:, :-1], places[:, 1:]
+        ascend = (after < 0) | ((before >= 0) & (before < after))  # as top_k_keys gives them
+        outside, unordered = torch.stack([wrong.any(), ~ascend.all()]).tolist()
+        if unordered and not outside:
+            _refuse_twice(places)
+        if outside:
             row, column = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"indices[{row}, {column}] is {int(places[row, column])}, expected -1 or a key up "
@@ -253,6 +258,17 @@ class SparseAttention:
         lies[self._output_rows] = asked.cumsum(0) - 1
         lies[-1] = -1
         return fetched, lies[wanted]
+
+
+def _refuse_twice(places: Tensor) -> None:
+    """Raise ValueError for a row that names a key twice."""
+    ordered = places.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    for row, column in twice.nonzero()[:1].tolist():
+        raise ValueError(
+            f"indices[{row}] has key {int(ordered[row, column])} twice, expected each key once: it "
+            "would count as two; fill rows of fewer keys with -1"
+        )
 
 
 def _expanded(expand: Expand, fetched: Tensor, queries: Tensor) -> list[Tensor]:

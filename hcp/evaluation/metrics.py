@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,11 +22,21 @@ class Metric:
 
     total: float
     count: float
+    name: str = field(default="", compare=False)
 
     @property
     def mean(self) -> float:
-        """total / count; NaN if nothing was counted."""
-        return self.total / self.count if self.count else math.nan
+        """total / count; NaN, with a warning that names the metric, if nothing was counted."""
+        if self.count:
+            return self.total / self.count
+        warnings.warn(
+            f"the metric {self.name!r} has a count of 0 on all ranks together, expected more: its "
+            "mean is NaN; where it is a loss, every token is masked (labels of -100, a loss_mask "
+            "of 0), or there was no sample",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return math.nan
 
 
 class Metrics:
@@ -81,7 +92,7 @@ class Metrics:
         names = sorted({name for sums in by_rank for name in sums})
         totals = {
             # Correctly rounded, so that the order of ranks does not show.
-            name: Metric(*(math.fsum(s[name][i] for s in by_rank) for i in (0, 1)))
+            name: Metric(*(math.fsum(s[name][i] for s in by_rank) for i in (0, 1)), name=name)
             for name in names
         }
         return self._share_with_stages(totals, None)

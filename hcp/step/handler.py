@@ -564,7 +564,8 @@ class ContextParallelHandler(OfThisProcess):
         query (T, H, D), key (T, G, D) and value (T, G, E), or latent rows (T, W) as ``key`` and
         ``expand``, as in ``attention``; it may be any function here, and gets the rows that this
         rank fetched. ``indices``: what ``top_k_keys`` gives, int64 (T, K), places of keys in the
-        row's sequence, none after the row itself, -1 for none; all heads attend to the same keys.
+        row's sequence, none after the row itself and none twice, -1 for none; all heads attend to
+        the same keys.
 
         Returns the output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means
         over the heads, without a gradient: the target of the indexer's loss. A row without keys

@@ -73,6 +73,21 @@ def test_a_few_queries_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch)
     assert loopback_error(SparseCase((37, 5), 3, 3)) <= 1e-10
 
 
+def test_keys_may_come_in_any_order() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [23], min_degree=2)
+        query, key = (torch.randn(cp.rows, 4, 8, dtype=torch.float64) for _ in range(2))
+        own = cp.position_ids
+        first, second = own // 2, own.masked_fill(own == 0, -1)
+        outs = [
+            cp.sparse_attention(query, key, key, indices=torch.stack(places, 1))[0]
+            for places in ((first, second), (second, first))
+        ]
+        assert torch.allclose(*outs)
+
+    hcp.loopback(2, check)
+
+
 def test_all_keys_are_those_of_dense_attention() -> None:
     def check(groups: Any) -> None:
         (cp,) = handlers(groups, [23, 4], min_degree=2)
@@ -102,7 +117,8 @@ def test_only_rows_that_some_query_chose_travel_and_each_once() -> None:
         start = groups.transport.bytes_sent
         cp.top_k_keys(query, rows, torch.randn(cp.rows, 2).double(), 3)
         index = groups.transport.bytes_sent
-        indices = torch.stack([0 * cp.position_ids, cp.position_ids], 1)  # the first key, and self
+        own = cp.position_ids.masked_fill(cp.position_ids == 0, -1)
+        indices = torch.stack([0 * cp.position_ids, own], 1)  # the first key, and self
         out, *_ = cp.sparse_attention(
             query, rows, indices=indices, expand=lambda x: (x[:, None], x[:, None])
         )
@@ -153,6 +169,10 @@ def test_an_indexer_that_does_not_fit_is_refused(options: Any, message: str) -> 
             {"indices": torch.full((9, 2), 5)},
             r"indices\[0, 0\] is 5, expected -1 or a key up to the",
         ),
+        (
+            {"indices": torch.tensor([[0, -1, -1]] * 8 + [[4, 1, 4]])},
+            r"indices\[8\] has key 4 twice, expected each key once: it would count as two",
+        ),
         ({"indices": torch.full((9, 2), -2)}, r"indices\[0, 0\] is -2, expected -1 or"),
         (
             {"indices": torch.zeros(8, 2).long()},
@@ -176,7 +196,7 @@ def test_what_does_not_fit_is_refused(options: Any, message: str) -> None:
         given: Any = {
             "query": tensors(cp)["query"],
             "key": torch.zeros(9, 4).double(),
-            "indices": torch.zeros(9, 2).long(),
+            "indices": torch.zeros(9, 1).long(),
             "expand": lambda x: (x[:, None], x[:, None]),
         }
         cp.sparse_attention(**{**given, **options})

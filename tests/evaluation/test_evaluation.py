@@ -490,6 +490,7 @@ def reduce_metrics(rank, size):
     groups = hcp.build_process_groups(pp=2)
     metrics = Metrics(groups)
     if groups.rank("pp") == 1:
+        metrics.add("d", torch.ones(2), torch.zeros(2))
         if groups.rank("dp") == 0:
             metrics.add("a", torch.tensor([1.0, math.nan, 3.0]), torch.tensor([1, 0, 1]))
             metrics.add("b", torch.tensor([2.0**24, 1.0]))
@@ -503,12 +504,13 @@ def reduce_metrics(rank, size):
     assert totals["a"] == hcp.Metric(4.0, 2.0)
     assert totals["b"] == hcp.Metric(2.0**24 + 1, 2.0)
     assert math.isclose(totals["c"].mean, 0.1, rel_tol=1e-13)
-    assert math.isnan(hcp.Metric(0.0, 0.0).mean)
+    with pytest.warns(RuntimeWarning, match="the metric 'd' has a count of 0 on all ranks"):
+        assert math.isnan(totals["d"].mean)
     return sorted(totals)
 
 
 def test_metrics_are_summed_in_float64_and_known_on_every_stage():
-    assert run_ranks(4, reduce_metrics) == [["a", "b", "c"]] * 4
+    assert run_ranks(4, reduce_metrics) == [["a", "b", "c", "d"]] * 4
 
 
 def test_metrics_are_reduced_in_a_loopback():

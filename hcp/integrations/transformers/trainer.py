@@ -263,6 +263,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         predictions = Predictions(self.accelerator, self.preprocess_logits_for_metrics)
         with eval_layout(model, self.cp_groups, self.cp_eval_groups) as groups:
             metrics = Metrics(groups)
+            metrics.add_sum("loss", 0.0, 0)  # of no sample at all
             for cp, local in dataloader:
                 with self.accelerator.autocast():
                     inputs = self._inputs(cp, local)
