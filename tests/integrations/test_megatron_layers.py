@@ -75,6 +75,8 @@ MODELS = {
     "a gated delta net of one head": dict(linear_num_key_heads=1, linear_num_value_heads=1),
 }
 
+RECURRENT = "a Mamba hybrid", "a gated delta net"
+
 
 def config_of(name, **options):
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -191,6 +193,22 @@ def computed_alone(model, lengths):
     return logits, sums
 
 
+def plan_with_ranks_without_rows(lengths):
+    """Of 4 ranks: in the second micro-batch a sequence of one token has three of them."""
+    groups = [(1, 2, [0])], [(0, 3, [2])], [(3, 1, [1, 3, 4, 5])]
+    return hcp.Plan.from_dict(
+        {
+            "ranks": 4,
+            "max_tokens_per_rank": 100,
+            "lengths": lengths,
+            "micro_batches": [
+                {"groups": [dict(first_rank=f, degree=d, sequences=s) for f, d, s in batch]}
+                for batch in groups
+            ],
+        }
+    )
+
+
 def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_type="auto"):
     """Logits of every sequence, the sum of all ranks' gradients, the degrees of groups, and how
     keys travelled."""
@@ -202,7 +220,10 @@ def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_typ
     def on_rank(groups):
         rank = groups.rank("dp_cp")
         sources = [i % ranks for i in range(len(lengths))]
-        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
+        if room is None:
+            plan = plan_with_ranks_without_rows(lengths)
+        else:
+            plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
         own = samples[rank::ranks]
         options = {"comm_types": comm_types} if comm_types else OPTIONS.dispatch_options()
         options |= {"scan_type": scan_type}
@@ -216,10 +237,9 @@ def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_typ
             params = packed_seq_params(cp, rows=rows)
             out = model(padded, F.pad(cp.position_ids, (0, rows - cp.rows))[None], None,
                         packed_seq_params=params)[0, : cp.rows]  # fmt: skip
-            grads = torch.autograd.grad((out * local.weights).sum(), parameters, allow_unused=True)
+            grads = torch.autograd.grad((out * local.weights).sum(), parameters)
             for total, grad in zip(sums, grads, strict=True):
-                if grad is not None:
-                    total += grad
+                total += grad
             logits |= whole_sequences(cp, out.detach(), sources, rank)
             ways |= {(choice.asked, choice.used) for choice in (*cp.comm_choices, *cp.scan_choices)}
         return logits, sums, {g.degree for batch in plan.micro_batches for g in batch}, ways
@@ -281,11 +301,17 @@ def test_a_model_computes_what_megatrons_own_does_under_any_plan(name):
     run_ranks(1, compare, name, 3, 26, 1, timeout=110)
 
 
-@pytest.mark.parametrize("name", ["a Mamba hybrid", "a gated delta net"])
+@pytest.mark.parametrize("name", ["learnable sinks", "latent attention"])
+def test_ranks_without_rows_give_every_parameter_its_gradient(name):
+    run_ranks(1, compare, name, 4, None, 1, timeout=110)
+
+
+@pytest.mark.parametrize("room", [26, None])
+@pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
-def test_recurrent_layers_pass_states_or_exchange_heads_as_asked(name, scan_type):
-    way = scan_type, scan_type
-    run_ranks(1, compare, name, 3, 26, 1, way, True, scan_type, timeout=110)
+def test_recurrent_layers_pass_states_or_exchange_heads_as_asked(name, scan_type, room):
+    way, ranks = (scan_type, scan_type), 3 if room else 4
+    run_ranks(1, compare, name, ranks, room, 1, way, True, scan_type, timeout=110)
 
 
 @pytest.mark.parametrize("name", ["a Mamba hybrid of few heads", "a gated delta net of one head"])
@@ -404,8 +430,9 @@ def first_of_equals(scores, k, dim=-1):
 
 @needs_sparse
 @pytest.mark.parametrize("name", SPARSE_MODELS)
-def test_chosen_keys_are_megatrons_under_any_plan(name):
-    run_ranks(1, compare_sparse, name, 3, 26, 4, timeout=110)
+@pytest.mark.parametrize(("ranks", "room", "alignment"), [(3, 26, 4), (4, None, 1)])
+def test_chosen_keys_are_megatrons_under_any_plan(name, ranks, room, alignment):
+    run_ranks(1, compare_sparse, name, ranks, room, alignment, timeout=110)
 
 
 def refuse_sparse(rank, size):
