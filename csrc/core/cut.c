@@ -63,6 +63,38 @@ hcp__cut *hcp__cut_create(const hcp__chunk *chunks, int32_t count, int32_t degre
   return cut;
 }
 
+hcp__cut *hcp__cut_by_documents(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
+                                int32_t degree) {
+  size_t n = (size_t)cut->count, documents = (size_t)hcp__document_count(plan, sequence);
+  hcp__cut *made =
+      calloc(1, sizeof *made + n * sizeof(hcp__chunk) + (n + documents) * sizeof(hcp__piece) +
+                    ((size_t)degree + 1) * sizeof(int32_t));
+  if (made == NULL) return NULL;
+  hcp__chunk *chunk = (hcp__chunk *)(made + 1);
+  hcp__piece *piece = (hcp__piece *)(chunk + n);
+  int32_t *first = (int32_t *)(piece + n + documents), at = 0;
+  memcpy(chunk, cut->chunks, n * sizeof *chunk);
+  for (int32_t k = 0; k < degree; k++) {
+    for (int32_t p = cut->first[k]; p < cut->first[k + 1]; p++) {
+      int64_t token = cut->pieces[p].start, end = token + cut->pieces[p].rows;
+      while (token < end) {
+        int64_t i = hcp__document_at(plan, sequence, token);
+        hcp__piece document = hcp__document(plan, sequence, i);
+        int64_t next = hcp__least(end, document.start + document.rows);
+        piece[at++] = (hcp__piece){token, next - token};
+        token = next;
+      }
+    }
+    first[k + 1] = at;
+    made->most = at - first[k] > made->most ? at - first[k] : made->most;
+  }
+  made->count = cut->count;
+  made->chunks = chunk;
+  made->pieces = piece;
+  made->first = first;
+  return made;
+}
+
 hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree) {
   int32_t count = 2 * degree;
   hcp__chunk *chunks = malloc((size_t)count * sizeof *chunks);

@@ -112,7 +112,7 @@ typedef struct hcp__cut {
   int32_t count;
   int32_t most;              /* pieces of a place                                      */
   const hcp__chunk *chunks;  /* count                                                  */
-  const hcp__piece *pieces;  /* count: the chunks of place 0, then those of place 1 ... */
+  const hcp__piece *pieces;  /* the chunks of place 0, then those of place 1 ...       */
   const int32_t *first;      /* degree + 1: where the pieces of each place begin       */
 } hcp__cut;
 
@@ -124,6 +124,28 @@ hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree);
 /* *cut is the cut that balances the work of a sequence under the plan's masks, NULL: zigzag.
  * Every place has as many rows as under zigzag. Returns 0 when out of memory. */
 int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut);
+
+/* The cut of a sequence with its pieces divided where documents begin, NULL: out of memory. */
+hcp__cut *hcp__cut_by_documents(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
+                                int32_t degree);
+
+/* ---- Documents of masked sequences (documents.c) ---- */
+
+/* Where the documents of all sequences begin. */
+typedef struct hcp__documents {
+  int32_t branching;     /* the first sequence with branches, -1: none  */
+  const int64_t *first;  /* n + 1                                       */
+  const int64_t *starts; /* tokens, of each sequence from first[i] on   */
+} hcp__documents;
+
+/* Of a plan that has its masks. *documents is NULL where no sequence has positions of its own.
+ * Returns 0 when out of memory. */
+int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents);
+
+/* Documents of a sequence, 1 without masks; the number of the one that has a token; its tokens. */
+int64_t hcp__document_count(const hcp_plan *plan, int32_t sequence);
+int64_t hcp__document_at(const hcp_plan *plan, int32_t sequence, int64_t token);
+hcp__piece hcp__document(const hcp_plan *plan, int32_t sequence, int64_t i);
 
 /* What masks add to a plan (mask.c). */
 void hcp__masks_release(hcp_plan *plan);

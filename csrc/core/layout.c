@@ -121,12 +121,12 @@ hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t r
 /* ---- the value ---- */
 
 typedef struct sizes {
-  int32_t sequences, spans, degree;
+  int32_t sequences, documents, spans, degree;
   int64_t rows; /* padding included */
 } sizes;
 
 static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank) {
-  sizes size = {0, 0, 0, 0};
+  sizes size = {0, 0, 0, 0, 0};
   if (group == NULL) return size;
   size.sequences = group->sequences;
   size.degree = group->degree;
@@ -135,6 +135,8 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
     hcp__piece own[2];
     const hcp__piece *pieces;
     int32_t n = hcp__held(plan, group, s, rank - group->first_rank, own, &pieces);
+    int32_t sequence = plan->sequences[group->first_sequence + s];
+    size.documents += (int32_t)hcp__document_count(plan, sequence);
     size.spans += n;
     for (int32_t p = 0; p < n; p++) size.rows += pieces[p].rows;
   }
@@ -143,7 +145,8 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
 
 /* The layout and its arrays are one allocation, widest elements first. */
 static hcp_layout *allocate(const sizes *size) {
-  size_t sequences = (size_t)size->sequences, spans = (size_t)size->spans;
+  size_t sequences = (size_t)size->sequences, documents = (size_t)size->documents;
+  size_t spans = (size_t)size->spans + documents;
   hcp_layout *layout =
       malloc(sizeof *layout + spans * sizeof(hcp_span) + sequences * sizeof(int64_t) +
              (size_t)size->rows * sizeof(int64_t) + (size_t)size->degree * sizeof(int64_t) +
@@ -154,7 +157,8 @@ static hcp_layout *allocate(const sizes *size) {
   int64_t *lengths = (int64_t *)(span + spans), *positions = lengths + sequences;
   int64_t *paddings = positions + size->rows;
   int32_t *cu_seqlens = (int32_t *)(paddings + size->degree);
-  layout->spans = span;
+  layout->documents = span;
+  layout->spans = span + documents;
   layout->lengths = lengths;
   layout->positions = positions;
   layout->paddings = paddings;
@@ -175,6 +179,7 @@ static void fill_padding(const hcp_plan *plan, const hcp_group *group, hcp_layou
 static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
   /* Constant for readers, ours to write once. */
   hcp_span *spans = (hcp_span *)(uintptr_t)layout->spans;
+  hcp_span *documents = (hcp_span *)(uintptr_t)layout->documents;
   int64_t *lengths = (int64_t *)(uintptr_t)layout->lengths;
   int64_t *positions = (int64_t *)(uintptr_t)layout->positions;
   int32_t *cu_seqlens = (int32_t *)(uintptr_t)layout->cu_seqlens;
@@ -185,9 +190,17 @@ static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layou
     const hcp__piece *pieces;
     sequences[s] = plan->sequences[group->first_sequence + s];
     lengths[s] = plan->lengths[sequences[s]];
+    int32_t first = layout->document_count;
+    for (int64_t i = 0; i < hcp__document_count(plan, sequences[s]); i++) {
+      hcp__piece document = hcp__document(plan, sequences[s], i);
+      int32_t number = layout->document_count++;
+      documents[number] = (hcp_span){s, number, document.start, document.rows};
+    }
     int32_t n = hcp__held(plan, group, s, layout->rank - group->first_rank, own, &pieces);
     for (int32_t p = 0; p < n; p++) {
-      spans[layout->span_count++] = (hcp_span){s, pieces[p].start, pieces[p].rows};
+      int64_t document = first + hcp__document_at(plan, sequences[s], pieces[p].start);
+      spans[layout->span_count++] =
+          (hcp_span){s, (int32_t)document, pieces[p].start, pieces[p].rows};
       for (int64_t i = 0; i < pieces[p].rows; i++) positions[layout->rows++] = pieces[p].start + i;
     }
     cu_seqlens[s + 1] = (int32_t)layout->rows;

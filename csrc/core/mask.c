@@ -108,12 +108,25 @@ static hcp_masks *copy_of(const hcp_masks *masks, int32_t count, int32_t n) {
   return made;
 }
 
+/* Divides the pieces of a sequence where its documents begin; under zigzag, too. */
+static int divide(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut) {
+  if (*cut == NULL) *cut = hcp__cut_zigzag(plan->lengths[sequence], degree);
+  if (*cut == NULL) return 0;
+  hcp__cut *divided = hcp__cut_by_documents(*cut, plan, sequence, degree);
+  free(*cut);
+  *cut = divided;
+  return divided != NULL;
+}
+
 static int make_cuts(const hcp_plan *plan, hcp__cut **cuts) {
   for (int32_t g = 0; g < plan->group_count; g++) {
     const hcp_group *group = &plan->groups[g];
-    for (int32_t s = 0; s < group->sequences && group->degree > 1; s++) {
-      int32_t sequence = plan->sequences[group->first_sequence + s];
-      if (!hcp__cut_balanced(plan, sequence, group->degree, &cuts[sequence])) return 0;
+    for (int32_t s = 0; s < group->sequences; s++) {
+      int32_t sequence = plan->sequences[group->first_sequence + s], degree = group->degree;
+      if (degree > 1 && !hcp__cut_balanced(plan, sequence, degree, &cuts[sequence])) return 0;
+      if (hcp__document_count(plan, sequence) > 1 &&
+          !divide(plan, sequence, degree, &cuts[sequence]))
+        return 0;
     }
   }
   return 1;
@@ -137,8 +150,10 @@ void hcp__masks_release(hcp_plan *plan) {
   for (int32_t i = 0; plan->cuts != NULL && i < plan->n; i++)
     free((void *)(uintptr_t)plan->cuts[i]);
   free((void *)(uintptr_t)plan->cuts);
+  free((void *)(uintptr_t)plan->documents);
   free((void *)(uintptr_t)plan->masks);
   plan->cuts = NULL;
+  plan->documents = NULL;
   plan->masks = NULL;
   plan->mask_count = 0;
 }
@@ -151,7 +166,10 @@ hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t ma
   plan->masks = copy_of(masks, mask_count, plan->n);
   plan->cuts = (const hcp__cut *const *)cuts;
   plan->mask_count = mask_count;
-  if (cuts == NULL || plan->masks == NULL || !make_cuts(plan, cuts)) {
+  hcp__documents *documents = NULL;
+  int made = cuts != NULL && plan->masks != NULL && hcp__documents_create(plan, &documents);
+  plan->documents = documents;
+  if (!made || !make_cuts(plan, cuts)) {
     hcp__masks_release(plan);
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for the masks of a plan");
   }

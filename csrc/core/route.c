@@ -214,6 +214,43 @@ typedef struct roll {
   int64_t shift, more;
 } roll;
 
+/* Pieces of a sequence that one rank holds. */
+typedef struct holding {
+  const hcp__piece *pieces;
+  int32_t count;
+} holding;
+
+/* Appends the rows of an owner's pieces that a reader's pieces want, which start at the rows
+ * given. Both ascend: of the owner's pieces, those before `next` end too early for all that is
+ * wanted later. */
+static void append_sequence(const roll *r, int32_t sequence, holding owned, holding wanted,
+                            int64_t owner_row, int64_t reader_row, int loads, hcp__lists *lists,
+                            int64_t *wire) {
+  int32_t next = 0;
+  for (int32_t w = 0; w < wanted.count; w++) {
+    int64_t start = wanted.pieces[w].start, i = hcp__document_at(r->plan, sequence, start);
+    hcp__piece document = hcp__document(r->plan, sequence, i);
+    int64_t from = start - r->shift, rows = wanted.pieces[w].rows + r->more;
+    int64_t begin = hcp__most(from, document.start);
+    int64_t end = hcp__least(from + rows, document.start + document.rows);
+    for (; next < owned.count; next++) {
+      const hcp__piece *x = &owned.pieces[next];
+      if (x->start + x->rows > begin) break;
+      owner_row += x->rows;
+    }
+    int64_t row = owner_row;
+    for (int32_t o = next; o < owned.count && owned.pieces[o].start < end; o++) {
+      const hcp__piece *x = &owned.pieces[o];
+      int64_t first = hcp__most(x->start, begin), last = hcp__least(x->start + x->rows, end);
+      int64_t here = loads ? row + first - x->start : reader_row + first - from;
+      append_move(lists, loads ? LOADS : STORES, here, *wire, last - first);
+      *wire += hcp__most(0, last - first);
+      row += x->rows;
+    }
+    reader_row += rows;
+  }
+}
+
 /* Appends the rows of `owner` that `reader` wants, in the order in which they
  * travel: sequence by sequence, the reader's pieces, the owner's pieces. The
  * owner notes where it loads them, the reader where it stores them. */
@@ -222,25 +259,13 @@ static void append_exchange(const roll *r, int32_t owner, int32_t reader, int lo
   int64_t owner_row = 0, reader_row = 0;
   for (int32_t s = 0; s < r->group->sequences; s++) {
     hcp__piece own[2], theirs[2];
-    const hcp__piece *owned, *wanted;
-    int32_t n_owned = hcp__held(r->plan, r->group, s, owner, own, &owned);
-    int32_t n_wanted = hcp__held(r->plan, r->group, s, reader, theirs, &wanted);
-    for (int32_t w = 0; w < n_wanted; w++) {
-      int64_t from = wanted[w].start - r->shift, rows = wanted[w].rows + r->more, to = from + rows;
-      int64_t at = owner_row;
-      for (int32_t o = 0; o < n_owned; o++) {
-        int64_t first = owned[o].start > from ? owned[o].start : from;
-        int64_t end = owned[o].start + owned[o].rows < to ? owned[o].start + owned[o].rows : to;
-        if (end > first) {
-          int64_t here = loads ? at + first - owned[o].start : reader_row + first - from;
-          append_move(lists, loads ? LOADS : STORES, here, *wire, end - first);
-          *wire += end - first;
-        }
-        at += owned[o].rows;
-      }
-      reader_row += rows;
-    }
-    for (int32_t o = 0; o < n_owned; o++) owner_row += owned[o].rows;
+    holding owned, wanted;
+    owned.count = hcp__held(r->plan, r->group, s, owner, own, &owned.pieces);
+    wanted.count = hcp__held(r->plan, r->group, s, reader, theirs, &wanted.pieces);
+    append_sequence(r, r->plan->sequences[r->group->first_sequence + s], owned, wanted, owner_row,
+                    reader_row, loads, lists, wire);
+    for (int32_t w = 0; w < wanted.count; w++) reader_row += wanted.pieces[w].rows + r->more;
+    for (int32_t o = 0; o < owned.count; o++) owner_row += owned.pieces[o].rows;
   }
 }
 
@@ -287,6 +312,7 @@ static hcp_status build_roll(const hcp_plan *plan, int32_t micro_batch, int32_t 
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
+  if (status == HCP_OK) status = hcp_plan_expect_no_branches(plan, "hcp_route_roll", err);
   if (status != HCP_OK) return status;
   if (shift < -HCP__LENGTH_MAX || shift > HCP__LENGTH_MAX)
     return hcp__fail(err, HCP_INVALID, "shift is %lld, expected -2^40 to 2^40", (long long)shift);
@@ -318,6 +344,7 @@ static int64_t most_before(const hcp_plan *plan, int32_t micro_batch) {
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
+  if (status == HCP_OK) status = hcp_plan_expect_no_branches(plan, "hcp_route_halo", err);
   if (status != HCP_OK) return status;
   int64_t most = most_before(plan, micro_batch);
   if (before < 0 || before > most)

@@ -81,13 +81,11 @@ static PyObject *get_paddings(PyObject *self, void *unused) {
   return export(self, layout_of(self)->paddings, layout_of(self)->degree, 'q');
 }
 
-static PyObject *get_spans(PyObject *self, void *unused) {
-  (void)unused;
-  const hcp_layout *layout = layout_of(self);
-  PyObject *spans = PyTuple_New(layout->span_count);
+static PyObject *tuple_of(const hcp_layout *layout, const hcp_span *of, int32_t count) {
+  PyObject *spans = PyTuple_New(count);
   if (spans == NULL) return NULL;
-  for (Py_ssize_t i = 0; i < layout->span_count; i++) {
-    const hcp_span *span = &layout->spans[i];
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const hcp_span *span = &of[i];
     PyObject *item = Py_BuildValue("(iLL)", (int)layout->sequences[span->index],
                                    (long long)span->start, (long long)span->rows);
     if (item == NULL || PyTuple_SetItem(spans, i, item) < 0) {
@@ -96,6 +94,27 @@ static PyObject *get_spans(PyObject *self, void *unused) {
     }
   }
   return spans;
+}
+
+static PyObject *get_spans(PyObject *self, void *unused) {
+  (void)unused;
+  return tuple_of(layout_of(self), layout_of(self)->spans, layout_of(self)->span_count);
+}
+
+static PyObject *get_documents(PyObject *self, void *unused) {
+  (void)unused;
+  return tuple_of(layout_of(self), layout_of(self)->documents, layout_of(self)->document_count);
+}
+
+static PyObject *get_span_documents(PyObject *self, void *unused) {
+  (void)unused;
+  const hcp_layout *layout = layout_of(self);
+  PyObject *numbers = PyTuple_New(layout->span_count);
+  for (Py_ssize_t i = 0; numbers != NULL && i < layout->span_count; i++) {
+    PyObject *number = PyLong_FromLong(layout->spans[i].document);
+    if (number == NULL || PyTuple_SetItem(numbers, i, number) < 0) Py_CLEAR(numbers);
+  }
+  return numbers;
 }
 
 static PyGetSetDef layout_getset[] = {
@@ -108,6 +127,8 @@ static PyGetSetDef layout_getset[] = {
     {"positions", get_positions, NULL, "int64: each row's place in its sequence.", NULL},
     {"paddings", get_paddings, NULL, "int64: rows that alignment adds on each rank.", NULL},
     {"spans", get_spans, NULL, "Runs of tokens as (sequence, start, rows).", NULL},
+    {"documents", get_documents, NULL, "The group's documents as (sequence, start, rows).", NULL},
+    {"span_documents", get_span_documents, NULL, "Each span's document among these.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot layout_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(layout_dealloc)},

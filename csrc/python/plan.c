@@ -582,10 +582,20 @@ static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwarg
   return hcp_py_table(module_of(self), table);
 }
 
+static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
+  hcp_error err;
+  const char *text = PyUnicode_AsUTF8AndSize(operation, NULL);
+  if (text == NULL) return NULL;
+  hcp_status status = hcp_plan_expect_no_branches(plan_of(self), text, &err);
+  return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);
+}
+
 static PyMethodDef plan_methods[] = {
     {"set_masks", (PyCFunction)plan_set_masks, METH_O,
      "Give the plan masks, as the last step of its creation: (firsts, words) of slices and of "
      "runs."},
+    {"expect_no_branches", (PyCFunction)plan_expect_no_branches, METH_O,
+     "Raise ValueError, for an operation by name, where a sequence's mask has branches."},
     {"schedule", (PyCFunction)(void (*)(void))plan_schedule, METH_VARARGS | METH_KEYWORDS,
      "The steps of one attention layer on one rank, as words of a table."},
     {"route_dispatch", (PyCFunction)(void (*)(void))plan_route_dispatch,

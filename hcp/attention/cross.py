@@ -2,7 +2,8 @@
 
 In one exchange each rank receives the keys and values that its queries see. It attends to them in
 one pass. Masks are aligned bottom right, as FlashAttention's: in a sequence with N queries and M
-keys, query i stands at key i + M - N.
+keys, query i stands at key i + M - N. Where a sequence has several documents, each of its queries
+sees the keys of its own; N and M are then those of documents.
 
 T query rows on this rank, K key rows on this rank, S keys that its queries see, H query heads, G
 key-value heads, D head size, E head size of values.
@@ -24,24 +25,32 @@ from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, scores_of_
 from hcp.attention.layer import as_kernels_take
 from hcp.exchange.agreement import Kind, Stamp, agree_once, refuse_transforms, rows_like
 from hcp.exchange.calls import Calls
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, Span
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Move, Origin
 from hcp.exchange.transport import Transport, rows_of
 
 
+class Document(NamedTuple):
+    """A document of a sequence. Most sequences are one."""
+
+    sequence: int
+    number: int
+    """Among those of its sequence."""
+
+
 class TokenRun(NamedTuple):
-    """Consecutive tokens of a sequence on one rank."""
+    """Consecutive tokens of a document on one rank."""
 
     start: int
-    """The first token."""
+    """The first token, as the document counts."""
     row: int
     """Its row on the rank."""
     rows: int
 
 
 class Visibility(NamedTuple):
-    """Which keys the queries of one sequence see."""
+    """Which keys the queries of one document see."""
 
     queries: int
     keys: int
@@ -75,23 +84,40 @@ class Visibility(NamedTuple):
 
 
 class RankSpans:
-    """The tokens that each rank holds of each sequence of a micro-batch."""
+    """The tokens that each rank holds of each document of a micro-batch."""
 
     def __init__(self, layout: Layout) -> None:
-        self.sequences: dict[int, tuple[int, ...]] = {}
-        """The sequences of each rank, in order."""
-        self._runs: dict[tuple[int, int], list[TokenRun]] = {}
+        self.documents: dict[int, list[Document]] = {}
+        """The documents of each rank's group, in order."""
+        self.lengths: dict[Document, int] = {}
+        self._runs: dict[tuple[int, Document], list[TokenRun]] = {}
         for group in layout.plan.micro_batches[layout.micro_batch]:
-            for rank in range(group.first_rank, group.first_rank + group.degree):
-                self.sequences[rank] = tuple(group.sequences)
-                row = 0
-                for sequence, start, rows in Layout(layout.plan, layout.micro_batch, rank).spans:
-                    runs = self._runs.setdefault((rank, sequence), [])
-                    runs.append(TokenRun(start, row, rows))
-                    row += rows
+            ranks = range(group.first_rank, group.first_rank + group.degree)
+            self._add([Layout(layout.plan, layout.micro_batch, rank) for rank in ranks])
 
-    def of(self, rank: int, sequence: int) -> list[TokenRun]:
-        return self._runs.get((rank, sequence), [])
+    def _add(self, layouts: Sequence[Layout]) -> None:
+        """The layouts of a group's ranks."""
+        whole = layouts[0].documents
+        own = _named(whole)
+        self.lengths |= {name: document.rows for name, document in zip(own, whole, strict=True)}
+        for layout in layouts:
+            self.documents[layout.rank] = own
+            row = 0
+            for number, (_, start, rows) in zip(layout.span_documents, layout.spans, strict=True):
+                runs = self._runs.setdefault((layout.rank, own[number]), [])
+                runs.append(TokenRun(start - whole[number].start, row, rows))
+                row += rows
+
+    def of(self, rank: int, document: Document) -> list[TokenRun]:
+        return self._runs.get((rank, document), [])
+
+
+def _named(documents: Sequence[Span]) -> list[Document]:
+    named: list[Document] = []
+    for sequence, _, _ in documents:
+        goes_on = named and named[-1].sequence == sequence
+        named.append(Document(sequence, named[-1].number + 1 if goes_on else 0))
+    return named
 
 
 class KeyRoute:
@@ -104,17 +130,19 @@ class KeyRoute:
         self._queries, self._keys, self.window = queries, keys, window
         _check_sequences(queries, keys)
         self._query_spans, self._key_spans = RankSpans(queries), RankSpans(keys)
+        _check_documents(self._query_spans, self._key_spans)
         self.agreed: set[int] = set()
         self.blocks: dict[Kernel, Blocks] = {}
         rank = queries.rank
+        documents = self._query_spans.documents.get(rank, [])
         self.key_starts = list(
             itertools.accumulate(
-                (sum(map(len, self._seen(rank, s))) for s in queries.sequences), initial=0
+                (sum(map(len, self._seen(rank, document))) for document in documents), initial=0
             )
         )
-        """The first key row of each sequence on this rank, then the number of all key rows."""
+        """The first key row of each document on this rank, then the number of all key rows."""
         self.source_rows, self.output_rows = keys.rows, self.key_starts[-1]
-        starts = dict(zip(queries.sequences, self.key_starts, strict=False))
+        starts = dict(zip(documents, self.key_starts, strict=False))
         self.sends: list[Move] = []
         self.receives: list[Move] = []
         pack: list[tuple[int, int]] = []
@@ -127,30 +155,30 @@ class KeyRoute:
                 sent += rows
             self.sends += [Move(peer, first, sent - first)] if sent > first else []
             first = received
-            for sequence, place, _, rows in self._carried(peer, rank):
-                stores.append((starts[sequence] + place, received, rows))
+            for document, place, _, rows in self._carried(peer, rank):
+                stores.append((starts[document] + place, received, rows))
                 received += rows
             self.receives += [Move(peer, first, received - first)] if received > first else []
         self.sent_rows, self.received_rows = sent, received
         self.pack = _table(pack, 2)
         self.arrange = _table([(wire, rows) for _, wire, rows in sorted(stores)], 2)
 
-    def _visibility(self, sequence: int) -> Visibility:
-        queries, keys = self._queries.plan.lengths, self._keys.plan.lengths
-        return Visibility(queries[sequence], keys[sequence], *self.window)
+    def _visibility(self, document: Document) -> Visibility:
+        queries, keys = self._query_spans.lengths, self._key_spans.lengths
+        return Visibility(queries[document], keys[document], *self.window)
 
-    def _query_runs(self, rank: int, sequence: int) -> list[TokenRun]:
-        """A rank's queries of a sequence; all as one run where no mask tells them apart."""
-        runs = self._query_spans.of(rank, sequence)
+    def _query_runs(self, rank: int, document: Document) -> list[TokenRun]:
+        """A rank's queries of a document; all as one run where no window tells them apart."""
+        runs = self._query_spans.of(rank, document)
         if self.window != (-1, -1) or not runs:
             return runs
         return [TokenRun(0, runs[0].row, sum(run.rows for run in runs))]
 
-    def _seen(self, rank: int, sequence: int) -> list[range]:
-        """Keys of a sequence that queries of a rank see: ascending ranges with gaps between."""
-        visibility = self._visibility(sequence)
+    def _seen(self, rank: int, document: Document) -> list[range]:
+        """Keys of a document that queries of a rank see: ascending ranges with gaps between."""
+        visibility = self._visibility(document)
         seen: list[range] = []
-        for run in self._query_runs(rank, sequence):
+        for run in self._query_runs(rank, document):
             keys = visibility.keys_of(run)
             if seen and keys and keys.start <= seen[-1].stop:
                 seen[-1] = range(seen[-1].start, max(seen[-1].stop, keys.stop))
@@ -158,16 +186,16 @@ class KeyRoute:
                 seen.append(keys)
         return seen
 
-    def _carried(self, owner: int, reader: int) -> Iterator[tuple[int, int, int, int]]:
-        """Keys of an owner that a reader sees, in the order of the wire: (sequence, place among all
+    def _carried(self, owner: int, reader: int) -> Iterator[tuple[Document, int, int, int]]:
+        """Keys of an owner that a reader sees, in the order of the wire: (document, place among all
         that the reader sees of it, the owner's row, rows)."""
-        for sequence in self._query_spans.sequences.get(reader, ()):
+        for document in self._query_spans.documents.get(reader, ()):
             place = 0
-            for seen in self._seen(reader, sequence):
-                for start, row, rows in self._key_spans.of(owner, sequence):
+            for seen in self._seen(reader, document):
+                for start, row, rows in self._key_spans.of(owner, document):
                     begin, end = max(start, seen.start), min(start + rows, seen.stop)
                     if begin < end:
-                        yield sequence, place + begin - seen.start, row + begin - start, end - begin
+                        yield document, place + begin - seen.start, row + begin - start, end - begin
                 place += len(seen)
 
     def blocks_of(self, kernel: Kernel) -> Blocks:
@@ -180,9 +208,10 @@ class KeyRoute:
 
     def _entries(self) -> Iterator[Entry]:
         rank = self._queries.rank
-        for sequence, key_row in zip(self._queries.sequences, self.key_starts, strict=False):
-            visibility, seen = self._visibility(sequence), self._seen(rank, sequence)
-            for whole in self._query_runs(rank, sequence):
+        documents = self._query_spans.documents.get(rank, [])
+        for document, key_row in zip(documents, self.key_starts, strict=False):
+            visibility, seen = self._visibility(document), self._seen(rank, document)
+            for whole in self._query_runs(rank, document):
                 keys, run = visibility.keys_of(whole), visibility.seeing(whole)
                 if keys and run.rows > 0:
                     yield visibility.entry(run, keys, key_row + _place_in(seen, keys.start))
@@ -208,6 +237,21 @@ def _check_sequences(queries: Layout, keys: Layout) -> None:
             f"ranks, the keys' {sorted(there)} on {keys.plan.ranks}, expected the same ranks and "
             "the keys of every sequence: plan both so that their micro-batches belong together"
         )
+
+
+def _check_documents(queries: RankSpans, keys: RankSpans) -> None:
+    """Raise ValueError unless sequences have as many documents of queries as of keys."""
+    counts = [
+        {document.sequence: document.number + 1 for document in spans.lengths}
+        for spans in (queries, keys)
+    ]
+    for sequence, count in counts[0].items():
+        if counts[1][sequence] != count:
+            raise ValueError(
+                f"sequence {sequence} has {count} documents in the queries' plan and "
+                f"{counts[1][sequence]} in the keys', expected as many: the queries of a document "
+                "see the keys of the document of its number"
+            )
 
 
 # ---- blocks --------------------------------------------------------------------------------------
@@ -344,6 +388,8 @@ class CrossAttention:
             if query.shape[0] != self._layout.rows:
                 raise ValueError(f"query has {query.shape[0]} rows, expected {self._layout.rows}")
             layout, origin = keys
+            for plan in (self._layout.plan, layout.plan):
+                plan.core.expect_no_branches("cp.cross_attention")
             return _cross_attention(
                 self._transport,
                 self._route(layout, window_of(window_size, causal)),

@@ -65,6 +65,7 @@ class WholeSequences:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         operation = "sequence_to_head" if to_heads else "head_to_sequence"
+        self._layout.plan.core.expect_no_branches(f"cp.{operation}")
         refuse_transforms(operation, x)
         if self._layout.degree == 0:
             return x

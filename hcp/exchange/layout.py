@@ -15,7 +15,7 @@ from hcp.planning.plan import Plan
 
 
 class Span(NamedTuple):
-    """A run of consecutive tokens of one sequence on one rank."""
+    """A run of consecutive tokens of one sequence."""
 
     sequence: int
     start: int
@@ -55,8 +55,19 @@ class Layout:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The rank's rows, end to end, as runs of tokens."""
+        """The rank's rows, end to end, as runs of tokens, each of one document."""
         return tuple(Span(*span) for span in self._core.spans)
+
+    @cached_property
+    def documents(self) -> tuple[Span, ...]:
+        """The documents of the group's sequences, whole and in order. A sequence is one, unless its
+        masks let tokens from some position on neither see, nor be seen by, those before."""
+        return tuple(Span(*span) for span in self._core.documents)
+
+    @cached_property
+    def span_documents(self) -> tuple[int, ...]:
+        """The number of each span's document among these."""
+        return self._core.span_documents
 
 
 def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
@@ -124,14 +135,17 @@ def ranks_with_rows(layout: Layout) -> list[int]:
 
 # ---- whole sequences -----------------------------------------------------------------------------
 #
-# The group's sequences, whole and end to end, then the padding of each of its ranks.
+# The group's sequences, whole and end to end, then the padding of each of its ranks. Documents of a
+# sequence have bounds of their own.
 
 
 def whole_cu_seqlens(layout: Layout) -> Tensor:
-    """int32, as attention kernels take it: tokens of each sequence, then of each rank's padding,
+    """int32, as attention kernels take it: tokens of each document, then of each rank's padding,
     summed."""
     padding = [rows for rows in layout.paddings if rows > 0]
-    lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int64, device="cpu")
+    masked = bool(layout.plan.masks)  # without masks, sequences are documents
+    documents = [document.rows for document in layout.documents] if masked else layout.lengths
+    lengths = torch.tensor([0, *documents, *padding], dtype=torch.int64, device="cpu")
     total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
     if total > most:
         raise ValueError(
@@ -144,8 +158,8 @@ def whole_cu_seqlens(layout: Layout) -> Tensor:
 
 def rows_in_whole(layout: Layout) -> Tensor:
     """int64 (T,): where each of this rank's rows lies in the whole sequences."""
-    lengths = layout.cu_seqlens.diff()
-    starts = whole_cu_seqlens(layout)[: len(lengths)].repeat_interleave(lengths)
+    lengths = torch.tensor(layout.lengths, dtype=torch.int64, device="cpu")
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(layout.cu_seqlens.diff())
     rows = starts + layout.positions[: len(starts)]
     if not layout.padding:
         return rows

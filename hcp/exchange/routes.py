@@ -60,11 +60,13 @@ class Routes:
         return self._sources
 
     def roll(self, shift: int) -> Route:
-        """Rows shifted along their sequences."""
+        """Rows shifted along their documents."""
+        self._of[0].core.expect_no_branches("cp.roll_tensor")
         return self._kept(("roll", shift), lambda: Route.roll(*self._of, shift))
 
     def halo(self, before: int) -> Route:
-        """Each span after the ``before`` rows that precede it in its sequence."""
+        """Each span after the ``before`` rows that precede it in its document."""
+        self._of[0].core.expect_no_branches("cp.halo")
         before = expect_size("before", before, least=0)
         return self._kept(("halo", before), lambda: Route.halo(*self._of, before))
 

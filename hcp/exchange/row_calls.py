@@ -78,7 +78,7 @@ class RowCalls:
         return self._calls.make("combine_by_sequence", combined, everywhere=True)
 
     def roll(self, x: Tensor, shifts: int, dims: int) -> Tensor:
-        """Shift rows along their sequences. ``dims``: the dimension that holds the T rows."""
+        """Shift rows along their documents. ``dims``: the dimension that holds the T rows."""
 
         def rolled(number: int) -> Tensor:
             shift = plain(shifts)
@@ -149,6 +149,7 @@ class RowCalls:
         return self._passes.cost(row_bytes)
 
     def _passed(self, operation: str, maps: Maps, stamp: Stamp) -> Parts:
+        self._layout.plan.core.expect_no_branches(f"cp.{operation}")
         refuse_transforms(operation, *maps.parts)
         self._calls.agree(self._pairs, stamp)
         with torch.autocast(self._transport.device.type, enabled=False):  # it would round maps

@@ -2,9 +2,9 @@
 
 A span maps the state that enters it, h, to decay * h + state: decay and state are its own. Maps of
 consecutive spans make one of the same kind, so that ranks exchange maps of spans, and none waits
-for the others to compute.
+for the others to compute. States start anew in each document of a sequence.
 
-N spans of this rank. The order of a span is its number in its sequence, over all ranks; the place
+N spans of this rank. The order of a span is its number in its document, over all ranks; the place
 of a rank is its number in the group.
 """
 
@@ -51,10 +51,10 @@ class StatePasses:
     def __init__(self, layout: Layout) -> None:
         self._first_rank, self._place = layout.first_rank, layout.rank - layout.first_rank
         group = range(layout.first_rank, layout.first_rank + layout.degree)
-        self._sequences = _sequences(
+        self._documents = _documents(
             [Layout(layout.plan, layout.micro_batch, rank) for rank in group]
         )
-        self._spans = [_spans_of(self._sequences, place) for place in range(layout.degree)]
+        self._spans = [_spans_of(self._documents, place) for place in range(layout.degree)]
         gathered = [self._all_before(place) for place in range(layout.degree)]
         rounds = [self._before_by(i, stride) for i, stride in enumerate(self.strides)]
         self._ways = {False: [gathered], True: rounds}
@@ -63,18 +63,18 @@ class StatePasses:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(sequence, order) of each of this rank's spans."""
+        """(document, order) of each of this rank's spans."""
         return self._spans[self._place]
 
     @property
     def spans_before(self) -> dict[int, int]:
-        """How many spans come before this rank's last one, of each sequence, ascending."""
+        """How many spans come before this rank's last one, of each document, ascending."""
         return _spans_before(self.spans)
 
     @property
     def strides(self) -> list[int]:
         """How far back each round looks. In the first, a span gets the map of the one before."""
-        most = max((len(spans) - 1 for spans in self._sequences.values()), default=0)
+        most = max((len(spans) - 1 for spans in self._documents.values()), default=0)
         strides, covered = [1], 1
         while covered < most:
             strides.append(covered)
@@ -109,12 +109,12 @@ class StatePasses:
         ]
 
     def _all_before(self, place: int) -> Wanted:
-        """The spans before a rank's last ones: by order, and of one order by sequence."""
+        """The spans before a rank's last ones: by order, and of one order by document."""
         before = _spans_before(self._spans[place])
         return [
-            self._sequences[sequence][order]
+            self._documents[document][order]
             for order in range(max(before.values(), default=0))
-            for sequence, end in before.items()
+            for document, end in before.items()
             if order < end
         ]
 
@@ -123,8 +123,8 @@ class StatePasses:
         least = _least_order(number, stride)
         return [
             [
-                self._sequences[sequence][order - stride]
-                for sequence, order in spans
+                self._documents[document][order - stride]
+                for document, order in spans
                 if order >= least
             ]
             for spans in self._spans
@@ -132,7 +132,7 @@ class StatePasses:
 
 
 def _least_order(number: int, stride: int) -> int:
-    """The first span that wants a map in a round. A sequence's first has none of spans before it:
+    """The first span that wants a map in a round. A document's first has none of spans before it:
     from the second round on, nobody wants it."""
     return stride if number == 0 else stride + 1
 
@@ -141,29 +141,31 @@ def _spans_before(spans: Sequence[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(dict(spans).items()))  # orders ascend
 
 
-def _sequences(layouts: Sequence[Layout]) -> dict[int, list[Held]]:
-    """The spans of each sequence, in the order of tokens. A rank's padding is a sequence."""
+def _documents(layouts: Sequence[Layout]) -> dict[int, list[Held]]:
+    """The spans of each document, in the order of tokens. A rank's padding is a document."""
     found: list[tuple[int, int, Held]] = []
     for place, layout in enumerate(layouts):
-        for index, span in enumerate(layout.spans):
-            found.append((span.sequence, span.start, Held(place, index)))
+        for index, (document, span) in enumerate(
+            zip(layout.span_documents, layout.spans, strict=True)
+        ):
+            found.append((document, span.start, Held(place, index)))
         if layout.padding:
             found.append((-1 - place, 0, Held(place, len(layout.spans))))
-    sequences: dict[int, list[Held]] = {}
-    for sequence, _, held in sorted(found):
-        sequences.setdefault(sequence, []).append(held)
-    return sequences
+    documents: dict[int, list[Held]] = {}
+    for document, _, held in sorted(found):
+        documents.setdefault(document, []).append(held)
+    return documents
 
 
-def _spans_of(sequences: dict[int, list[Held]], place: int) -> list[tuple[int, int]]:
-    """(sequence, order) of each span of a rank, in the order of its rows."""
+def _spans_of(documents: dict[int, list[Held]], place: int) -> list[tuple[int, int]]:
+    """(document, order) of each span of a rank, in the order of its rows."""
     found = [
-        (held.span, sequence, order)
-        for sequence, spans in sequences.items()
+        (held.span, document, order)
+        for document, spans in documents.items()
         for order, held in enumerate(spans)
         if held.place == place
     ]
-    return [(sequence, order) for _, sequence, order in sorted(found)]
+    return [(document, order) for _, document, order in sorted(found)]
 
 
 def _most_rows(rounds: Sequence[Sequence[Wanted]]) -> int:
@@ -232,9 +234,9 @@ class Rule(NamedTuple):
     apply: Callable[[Parts, Parts], Parts]
     """Of maps and states that enter: the states after."""
     start: Callable[[Parts], Parts]
-    """Of maps: the states after them at the start of a sequence."""
+    """Of maps: the states after them at the start of a document."""
     initial: Parts
-    """One state, that of the start of a sequence: (1, ...)."""
+    """One state, that of the start of a document: (1, ...)."""
 
 
 def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> Rule:
@@ -294,15 +296,15 @@ def pass_states(transport: Transport, passes: StatePasses, maps: Maps, stamp: St
 def _by_gathering(
     transport: Transport, path: StatePath, passes: StatePasses, maps: Maps, stamp: Stamp
 ) -> Parts:
-    """Levels: states that enter spans of one order, of the sequences that reach so far."""
+    """Levels: states that enter spans of one order, of the documents that reach so far."""
     arrived = copy_rows_of(transport, path, maps.rows(), stamp)
     before = passes.spans_before
     # Of a rank that only sends, too, the result depends on what arrived: gradients come that way.
     levels = [_initial(maps, len(before), arrived)]
-    numbers = {(sequence, 0): i for i, sequence in enumerate(before)}
+    numbers = {(document, 0): i for i, document in enumerate(before)}
     reaching, row = list(before), 0
     for order in range(max(before.values(), default=0)):
-        kept = [i for i, sequence in enumerate(reaching) if before[sequence] > order]
+        kept = [i for i, document in enumerate(reaching) if before[document] > order]
         reaching = [reaching[i] for i in kept]
         own = maps.of_rows(arrived[row : row + len(kept)])
         row += len(kept)
@@ -339,7 +341,7 @@ def _by_rounds(
 
 
 def _initial(maps: Maps, count: int, arrived: Tensor) -> Parts:
-    """States of the starts of sequences, which depend on no row that arrived."""
+    """States of the starts of documents, which depend on no row that arrived."""
     touched = arrived[:0].sum()
     return tuple(one.expand(count, *one.shape[1:]) + touched for one in maps.rule.initial)
 

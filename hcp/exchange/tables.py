@@ -98,12 +98,12 @@ class Route(_Table):
 
     @classmethod
     def roll(cls, plan: Plan, micro_batch: int, rank: int, shift: int) -> Route:
-        """Rows of a micro-batch shifted along their sequences."""
+        """Rows of a micro-batch shifted along their documents."""
         return cls(plan.core.route_roll(micro_batch, rank, shift))
 
     @classmethod
     def halo(cls, plan: Plan, micro_batch: int, rank: int, before: int) -> Route:
-        """Each span, preceded by the ``before`` rows that come before it in its sequence."""
+        """Each span, preceded by the ``before`` rows that come before it in its document."""
         return cls(plan.core.route_halo(micro_batch, rank, before))
 
 

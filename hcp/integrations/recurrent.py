@@ -27,7 +27,7 @@ from hcp.step.handler import ContextParallelHandler
 def convolve(
     cp: ContextParallelHandler, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Convolve x (T, channels) along its sequences.
+    """Convolve x (T, channels) along its documents.
 
     `convolution`: (rows, channels) to the same, as if zeros came before its first row; a row sees
     itself and `taps - 1` rows before it.
@@ -46,7 +46,7 @@ def scan_mamba(
     scan: Callable[[list[slice]], tuple[Tensor, Tensor]],
     *beside: Tensor,
 ) -> Tensor:
-    """Scan x (T, H, P) by Mamba-2, along its sequences, and pass states.
+    """Scan x (T, H, P) by Mamba-2, along its documents, and pass states.
 
     `logs`: (T, H), logarithms of the decays. `reads`: (T, H, N), what each row reads of the state.
     `scan`: of the spans of these rows, each from zeros, gives (T, H, P) and the states at their
@@ -93,7 +93,7 @@ def delta_rule(
     gates: dict[str, Tensor],
     **options: Any,
 ) -> Tensor:
-    """Compute a gated delta rule along sequences: (T, H, V).
+    """Compute a gated delta rule along documents: (T, H, V).
 
     `rule`: a function as `fla.ops.gated_delta_rule.chunk_gated_delta_rule`. `gates`: its `g` and
     `beta`, (T, H, ...). Passes states or exchanges rows for heads, as `cp.choose_scan` says.
@@ -108,7 +108,7 @@ def delta_rule(
         exchanges=3,
     )
     given = rule, query, key, value, gates, options
-    if cp.degree <= 1:  # spans are sequences
+    if cp.degree <= 1:  # spans are documents
         return _delta_of(span_rows(cp.layout), *given)[0]
     if choice.used == SEQUENCE_TO_HEAD:
         return _delta_by_heads(cp, *given)

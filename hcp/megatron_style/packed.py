@@ -25,9 +25,9 @@ class PackedSeqParams:
     """Format of the rows: "thd", packed."""
 
     cu_seqlens_q: Tensor | None = None
-    """int32 (sequences + 1,): cumulative lengths of whole sequences. Megatron counts whole
-    sequences here under context parallelism too. Under ``alignment`` each rank's padding follows
-    them, as a sequence of its own."""
+    """int32 (documents + 1,): cumulative lengths of whole sequences, or of their documents where
+    masks make several of one. Megatron counts whole sequences here under context parallelism too.
+    Under ``alignment`` each rank's padding follows them, as a sequence of its own."""
 
     cu_seqlens_kv: Tensor | None = None
     """The tensor ``cu_seqlens_q``."""

@@ -126,8 +126,9 @@ class ContextParallelHandler(OfThisProcess):
         says; 0 in padding."""
         whole = whole_cu_seqlens(layout)
         self.whole_cu_seqlens = whole
-        """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
-        Under ``alignment``, each rank's padding follows, as sequences of their own."""
+        """int32 (documents + 1,): tokens of each document, summed: the rows of sequence_to_head. A
+        sequence is one document, unless its mask begins others. Under ``alignment``, each rank's
+        padding follows, as documents of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
         self._position_count = position_count(layout)
@@ -218,7 +219,8 @@ class ContextParallelHandler(OfThisProcess):
     @cached_property
     def span_cu_seqlens(self) -> Tensor:
         """int32 (N + 1,): rows of each of this rank's spans, summed. A span is a run of consecutive
-        tokens of one sequence, which has at most two on a rank; padding is one more."""
+        tokens of one document, which has at most two on a rank, unless masks cut sequences
+        otherwise; padding is one more."""
         bounds = torch.tensor([0, *span_rows(self.layout)], dtype=torch.int64, device="cpu")
         return bounds.cumsum(0).int().to(self.device)
 
@@ -510,10 +512,15 @@ class ContextParallelHandler(OfThisProcess):
         keys, query i stands at key i + M - N, so that the last query sees the last key. A query
         that sees no key gives 0, and -inf as its log-sum-exp.
 
+        Where masks make several documents of a sequence, its keys have as many, and the queries of
+        a document see the keys of the document of its number. What else masks hide is hidden from
+        self-attention only.
+
         Every rank of the domain calls it with the same options. During the call, each rank
         holds the keys that its queries see. Not for compiled layers.
 
-        Raises ValueError when the keys of a sequence are not there.
+        Raises ValueError when the keys of a sequence, or of a document, are not there, and in plans
+        with branches.
         """
         out, lse = self._cross.attend(
             query,
@@ -680,19 +687,21 @@ class ContextParallelHandler(OfThisProcess):
         return self._rows.combine_by_sequence(x)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
-        """Shift rows along their sequences, across the borders of ranks: shape to shape.
+        """Shift rows along their documents, across the borders of ranks: shape to shape.
 
-        As torch.roll within each sequence, but what enters at an end is zeros. The default -1 gives
+        As torch.roll within each document, but what enters at an end is zeros. The default -1 gives
         every row its successor's value, as labels want. ``dims``: the dimension that holds the T
-        rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
+        rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it. Raises
+        ValueError in a plan with branches, as all calls in which rows or states go from token to
+        token.
         """
         return self._rows.roll(x, shifts, dims)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
-        """Put the ``before`` rows that precede each span in its sequence before it, from the ranks
+        """Put the ``before`` rows that precede each span in its document before it, from the ranks
         that hold them: (T, ...) to (T + before * spans, ...), with gradients.
 
-        Rows of zeros where the sequence has begun later. A causal convolution of ``before + 1``
+        Rows of zeros where the document has begun later. A causal convolution of ``before + 1``
         taps over the result, without padding, gives row r's output at
         ``halo_rows(before)[r] - before``. Every rank of the group calls it.
         """
@@ -709,7 +718,7 @@ class ContextParallelHandler(OfThisProcess):
         self, states: Tensor, decay: Tensor | None = None, *, transition: Tensor | None = None
     ) -> Tensor:
         """Return the state that enters each span of this rank's rows, for layers with a recurrent
-        state, with gradients: zeros at the start of a sequence.
+        state, with gradients: zeros at the start of a document.
 
         A layer computes each span (``span_cu_seqlens``) from zeros first. It gives the state at the
         end of each, states (N, ...), and what a state that enters is multiplied by until then:
@@ -740,7 +749,7 @@ class ContextParallelHandler(OfThisProcess):
         ``combine(earlier, later)``: of n maps and of the n maps of the spans that follow, the maps
         of both together. It is associative.
         ``apply(maps, states)``: the n states after n spans, from those before.
-        ``initial``: the state at the start of a sequence, as tensors without N. Its gradient is
+        ``initial``: the state at the start of a document, as tensors without N. Its gradient is
         this rank's share.
 
         Both functions take and give tuples of tensors (n, ...), are differentiable, and may be
@@ -761,8 +770,10 @@ class ContextParallelHandler(OfThisProcess):
         span's state and decay or transition, as ``pass_states`` exchanges them. ``exchanges``:
         calls of ``sequence_to_head`` and ``head_to_sequence``. Nothing is exchanged here.
 
-        Raises ValueError where "sequence_to_head" is asked for and ranks outnumber the heads.
+        Raises ValueError in a plan with branches, and where "sequence_to_head" is asked for and
+        ranks outnumber the heads.
         """
+        self.plan.core.expect_no_branches("cp.choose_scan")
         sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
         if sizes not in self._scan_choices:
             cost = self._rows.state_cost(state_bytes) if self.degree > 1 else 0
@@ -820,7 +831,8 @@ class ContextParallelHandler(OfThisProcess):
         that scan sequences need it: Mamba, gated delta nets, convolutions.
 
         x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
-        (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
+        (``whole_cu_seqlens`` has the bounds of their documents), and the heads ``head_slice(H)``.
+        Every rank of the group calls it.
         """
         return self._whole.to_heads(x)
 

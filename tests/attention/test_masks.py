@@ -288,7 +288,8 @@ def test_only_rows_that_are_seen_travel() -> None:
 
 
 def test_rows_roll_along_a_cut_sequence_and_come_back() -> None:
-    mask = Mask.documents([Mask.prefix_lm(150, 140), 60, Mask.full(40)])
+    """Parts that see themselves only, but whose positions go on, are one document."""
+    mask = Mask.documents([Mask.prefix_lm(150, 140), 60, Mask.full(40)], restart=False)
     plan = planned([250], [mask], 4, min_degree=4)
 
     def check(groups: Any) -> None:

@@ -144,8 +144,9 @@ static int64_t fill_layout(const hcp_layout *layout, int64_t *rows, int64_t shif
   for (int32_t s = 0; s < layout->span_count; s++)
     for (int64_t t = 0; t < layout->spans[s].rows + more; t++) {
       hcp_span span = layout->spans[s];
+      hcp_span document = layout->documents[span.document];
       int64_t token = span.start + t - shift;
-      int inside = token >= 0 && token < layout->lengths[span.index];
+      int inside = token >= document.start && token < document.start + document.rows;
       rows[row++] = inside ? row_name(layout->sequences[span.index], token) : 0;
     }
   return row;
@@ -171,6 +172,88 @@ static void roll_once(const hcp_plan *plan, int32_t m, int64_t shift, int64_t mo
     hcp_layout_destroy(layouts[rank]);
   }
   release();
+}
+
+/* Gives a plan's sequences up to 5 causal documents each, but for some sequences. */
+static void draw_documents(hcp_plan *plan) {
+  static hcp_slice slices[5 * DRAW_SEQUENCES];
+  static hcp_position_run runs[5 * DRAW_SEQUENCES];
+  int64_t first[DRAW_SEQUENCES + 1] = {0}, n = 0;
+  for (int32_t i = 0; i < plan->n; i++) {
+    int32_t length = (int32_t)plan->lengths[i], end = 0;
+    for (int32_t left = draw(1, 5); end < length; left--) {
+      int32_t start = end;
+      end = left > 1 ? draw(start + 1, length) : length;
+      slices[n] = (hcp_slice){start, end, start, end, -length, 0};
+      runs[n++] = (hcp_position_run){start, 0};
+    }
+    first[i + 1] = n;
+  }
+  hcp_masks masks = {first, slices, first, runs};
+  CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, NULL), HCP_OK);
+}
+
+/* Documents lie end to end, and every span in one of them, which begins where a mask says so. */
+static void check_documents(const hcp_plan *plan, int32_t m, int32_t rank) {
+  hcp_layout *layout = NULL;
+  CHECK_INT(hcp_layout_create(plan, m, rank, &layout, NULL), HCP_OK);
+  for (int32_t i = 0, n = 0; i < layout->sequence_count; i++) {
+    int32_t sequence = layout->sequences[i];
+    int64_t run = plan->masks[0].first_run[sequence], at = 0;
+    for (; at < layout->lengths[i]; at += layout->documents[n++].rows) {
+      CHECK_INT(layout->documents[n].index, i);
+      CHECK_INT(layout->documents[n].document, n);
+      CHECK_INT(layout->documents[n].start, at);
+      CHECK_INT(plan->masks[0].runs[run++].token, at);
+    }
+    CHECK_INT(at, layout->lengths[i]);
+    CHECK_INT(run, plan->masks[0].first_run[sequence + 1]);
+  }
+  for (int32_t s = 0; s < layout->span_count; s++) {
+    hcp_span span = layout->spans[s], document = layout->documents[span.document];
+    CHECK(span.rows >= 1 && span.index == document.index && span.start >= document.start);
+    CHECK(span.start + span.rows <= document.start + document.rows);
+  }
+  hcp_layout_destroy(layout);
+}
+
+static void rolled_rows_stay_in_their_documents(void) {
+  for (int32_t i = 0; i < 200; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    draw_documents(plan);
+    d.ranks = plan->limits.ranks;
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) {
+      for (int32_t rank = 0; rank < d.ranks; rank++) check_documents(plan, m, rank);
+      roll_once(plan, m, draw(-50, 50), 0);
+      int64_t before = draw(1, 20);
+      roll_once(plan, m, before, before);
+    }
+    hcp_plan_destroy(plan);
+  }
+}
+
+/* A prompt of 2 tokens and two answers of one. */
+static void branches_are_refused(void) {
+  const int64_t length = 4, first[] = {0, 3}, first_run[] = {0, 2};
+  const hcp_limits limits = draw_limits(1, 1, 1, 4);
+  const hcp_slice slices[] = {{0, 3, 0, 3, -4, 0}, {3, 4, 0, 2, -4, 4}, {3, 4, 3, 4, 0, 0}};
+  const hcp_position_run runs[] = {{0, 0}, {3, 2}};
+  hcp_masks masks = {first, slices, first_run, runs};
+  hcp_plan *plan = NULL;
+  hcp_table *route = NULL;
+  hcp_error err;
+  CHECK_INT(
+      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
+      HCP_OK);
+  CHECK_INT(hcp_plan_expect_no_branches(plan, "a", NULL), HCP_OK);
+  CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_OK);
+  CHECK_INT(hcp_route_roll(plan, 0, 0, -1, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message,
+             "hcp_route_roll is called in a plan in which the mask of sequence 0 has b");
+  CHECK_INT(hcp_route_halo(plan, 0, 0, 1, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message,
+             "hcp_route_halo is called in a plan in which the mask of sequence 0 has b");
+  hcp_plan_destroy(plan);
 }
 
 static void rolled_rows_stay_in_their_sequences(void) {
@@ -226,6 +309,8 @@ int main(void) {
   rows_arrive_and_come_back();
   rolled_rows_stay_in_their_sequences();
   halos_are_the_rows_before_each_span();
+  rolled_rows_stay_in_their_documents();
+  branches_are_refused();
   bad_routes_are_refused();
   hcp_table_destroy(NULL);
   return check_report("test_route");

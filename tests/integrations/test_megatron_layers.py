@@ -209,21 +209,39 @@ def plan_with_ranks_without_rows(lengths):
     )
 
 
-def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_type="auto"):
-    """Logits of every sequence, the sum of all ranks' gradients, the degrees of groups, and how
-    keys travelled."""
+def packed(lengths, several):
+    """Sequences of the plan's documents, each of one or (`several`) of two and more: samples,
+    lengths, and masks."""
+    samples = [{"tokens": t, "weights": w} for t, w in zip(*documents(lengths), strict=True)]
+    if not several:
+        return samples, lengths, None
+    parts = [slice(0, 2), slice(2, None)]
+    joined = [
+        {name: torch.cat([sample[name] for sample in samples[part]]) for name in samples[0]}
+        for part in parts
+    ]
+    masks = [hcp.Mask.documents(lengths[part]) for part in parts]
+    return joined, [sum(lengths[part]) for part in parts], masks
+
+
+def computed(
+    model, ranks, lengths, room, alignment=1, comm_types=None, scan_type="auto", several=False
+):
+    """Logits of every document, the sum of all ranks' gradients, the degrees of groups, and how
+    keys travelled. `several`: see `packed`."""
     from hcp.integrations.megatron import packed_seq_params
 
-    samples = [{"tokens": t, "weights": w} for t, w in zip(*documents(lengths), strict=True)]
+    samples, own_lengths, masks = packed(lengths, several)
     parameters = list(model.parameters())
 
     def on_rank(groups):
         rank = groups.rank("dp_cp")
-        sources = [i % ranks for i in range(len(lengths))]
+        sources = [i % ranks for i in range(len(own_lengths))]
+        limits = {"ranks": ranks, "max_tokens_per_rank": room, "alignment": alignment}
         if room is None:
             plan = plan_with_ranks_without_rows(lengths)
         else:
-            plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
+            plan = hcp.plan(own_lengths, masks=masks, **limits)
         own = samples[rank::ranks]
         options = {"comm_types": comm_types} if comm_types else OPTIONS.dispatch_options()
         options |= {"scan_type": scan_type}
@@ -246,6 +264,8 @@ def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_typ
 
     results = hcp.loopback(ranks, on_rank)
     logits = {i: rows for result in results for i, rows in result[0].items()}
+    joined = torch.cat([logits[i] for i in range(len(own_lengths))])
+    logits = dict(enumerate(joined.split(list(lengths))))
     gradients = [sum(result[1][i] for result in results) for i in range(len(parameters))]
     return logits, gradients, *results[0][2:]
 
@@ -258,7 +278,18 @@ def whole_sequences(cp, out, sources, rank):
     return dict(zip(own, rows, strict=True))
 
 
-def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True, scan_type="auto"):
+def compare(
+    rank,
+    size,
+    name,
+    ranks,
+    room,
+    alignment,
+    way=None,
+    fused_rope=True,
+    scan_type="auto",
+    several=False,
+):
     from hcp.integrations.megatron import megatron_on_cpu
 
     if "hybrid" in name:
@@ -272,7 +303,8 @@ def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True,
         own, model = build_both(name, MODELS[name], fused_rope)
         expected = computed_alone(own, LENGTHS)
         given = ranks, LENGTHS, room, alignment
-        *found, degrees, ways = computed(model, *given, scan_type=scan_type)
+        types = ["p2p"] if several else None
+        *found, degrees, ways = computed(model, *given, types, scan_type, several)
         assert max(degrees) > 1
         assert way is None or way in ways
         check_equal(found, expected, own, model, 1e-10)
@@ -312,6 +344,48 @@ def test_ranks_without_rows_give_every_parameter_its_gradient(name):
 def test_recurrent_layers_pass_states_or_exchange_heads_as_asked(name, scan_type, room):
     way, ranks = (scan_type, scan_type), 3 if room else 4
     run_ranks(1, compare, name, ranks, room, 1, way, True, scan_type, timeout=110)
+
+
+@pytest.mark.parametrize(
+    ("name", "scan_type"),
+    [
+        ("grouped queries", "auto"),
+        ("a Mamba hybrid", "pass_states"),
+        ("a Mamba hybrid", "sequence_to_head"),
+        ("a gated delta net", "pass_states"),
+        ("a gated delta net", "sequence_to_head"),
+    ],
+)
+def test_documents_of_one_sequence_are_to_layers_what_each_is_alone(name, scan_type):
+    run_ranks(1, compare, name, 3, 32, 4, None, True, scan_type, True, timeout=110)
+
+
+def refuse_branches(rank, size, name):
+    from hcp.integrations.megatron import megatron_on_cpu, packed_seq_params
+
+    if "hybrid" in name:
+        from support.megatron_scan import stand_in_for_kernels
+
+        stand_in_for_kernels()
+    mask = hcp.Mask.shared_prefix(6, [4, 4])
+    plan = hcp.plan([14], masks=[mask], ranks=3, max_tokens_per_rank=14, min_degree=2, max_degree=2)
+
+    def work(groups):
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        tokens = torch.zeros(1, cp.rows or 1, dtype=torch.int64)
+        params = packed_seq_params(cp, rows=tokens.shape[1])
+        with pytest.raises(ValueError, match=r"the mask of sequence 0 has branches"):
+            model(tokens, torch.zeros_like(tokens), None, packed_seq_params=params)
+
+    with megatron_on_cpu(), torch.compiler.set_stance("force_eager"):
+        _, model = build_both(name, MODELS[name])
+        hcp.loopback(3, work)
+
+
+@pytest.mark.parametrize("name", ["a Mamba hybrid", "a gated delta net"])
+def test_recurrent_layers_refuse_branches_by_name(name):
+    """On all ranks, those without rows too."""
+    run_ranks(1, refuse_branches, name, timeout=110)
 
 
 @pytest.mark.parametrize("name", ["a Mamba hybrid of few heads", "a gated delta net of one head"])

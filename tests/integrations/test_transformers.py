@@ -165,6 +165,63 @@ def test_recurrent_layers_exchange_rows_for_heads(kind):
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
+def joined(dataset):
+    """Documents as one sequence, whose first tokens nothing predicts."""
+    labels = [torch.cat([torch.tensor([-100]), d["input_ids"][1:]]) for d in dataset]
+    return {
+        "input_ids": torch.cat([d["input_ids"] for d in dataset]),
+        "labels": torch.cat(labels),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan_type"),
+    [
+        *((kind, "auto") for kind in RECURRENT),
+        *((kind, "sequence_to_head") for kind in ("kimi_linear", "qwen3_next", "zamba2")),
+    ],
+)
+def test_documents_of_one_sequence_are_to_recurrent_layers_what_each_is_alone(kind, scan_type):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    lengths = (3, 17, 1, 2, 15)
+    model, dataset = architectures.build(kind), documents(lengths)
+    logits, expected = whole(model, dataset)
+    model.zero_grad()
+    register_hcp_attention(model)
+    masks = [hcp.Mask.documents(lengths[:3]), hcp.Mask.documents(lengths[3:])]
+    plan = hcp.plan([21, 17], masks=masks, ranks=2, max_tokens_per_rank=20, min_degree=2)
+    packs = [joined(dataset[:3]), joined(dataset[3:])]
+    whole_logits = [torch.cat(logits[:3]), torch.cat(logits[3:])]
+    difference, found = spread(model, packs, whole_logits, plan, scan_type)
+    assert difference < 3e-5 * max(x.abs().max() for x in logits)
+    scale = max(grad.abs().max() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() < 1e-4 * scale, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [("lfm2", "halo"), ("mamba2", "halo"), ("qwen3_next", "halo")]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recurrent_layers_refuse_branches_by_name(kind, call, ranks):
+    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+
+    model = architectures.build(kind)
+    register_hcp_attention(model)
+    masks = [hcp.Mask.shared_prefix(6, [4, 4])]
+    plan = hcp.plan([14], masks=masks, ranks=ranks, max_tokens_per_rank=14, min_degree=ranks)
+
+    def work(groups):
+        samples = [{"input_ids": torch.arange(14)}] if groups.transport.rank == 0 else []
+        for cp, local in hcp.dispatch(plan, samples, [0], groups):
+            model(**model_inputs(cp, local))
+
+    message = rf"cp\.{call} is called in a plan in which the mask of sequence 0 has branches"
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(ranks, work)
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_pass_states_and_start_anew_in_each_document(kind):
     from hcp.integrations.transformers import register_hcp_attention

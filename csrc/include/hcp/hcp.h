@@ -291,6 +291,7 @@ typedef struct hcp_plan {
   int32_t mask_count; /* 0: each layer's causal mask and window */
   const hcp_masks *masks; /* mask_count: for layers of several kinds */
   const struct hcp__cut *const *cuts; /* n, NULL without masks; NULL for zigzag */
+  const struct hcp__documents *documents; /* NULL: each sequence is one document */
 } hcp_plan;
 
 /* Rows of the fullest rank when degree ranks share length tokens zigzag.
@@ -355,13 +356,20 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
 hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t mask_count,
                               hcp_error *err);
 
+/* Where a sequence's positions do not ascend one by one, its first mask's, a document begins
+ * if no token on one side sees one on the other. If not, and if no mask lets the token see the
+ * one before it, a branch begins there, as in a tree of texts. HCP_INVALID, naming the
+ * operation, where some sequence has branches: what goes from token to token is then refused. */
+hcp_status hcp_plan_expect_no_branches(const hcp_plan *plan, const char *operation, hcp_error *err);
+
 void hcp_plan_destroy(hcp_plan *plan);
 
 /* ---- 4. Layout ---------------------------------------------------------- */
 
-/* Consecutive tokens of one sequence on one rank. */
+/* Consecutive tokens of one document. */
 typedef struct hcp_span {
   int32_t index; /* of the sequence, among the group's */
+  int32_t document; /* among those of the group */
   int64_t start; /* first token, in the sequence */
   int64_t rows; /* >= 1 */
 } hcp_span;
@@ -371,7 +379,10 @@ typedef struct hcp_span {
  * of a sequence, though not consecutive tokens, are in causal order. After them
  * come the rows that hcp_limits.alignment asks for: they belong to no sequence,
  * hold zeros when they arrive, see each other only, and never travel. A rank that
- * no group contains has degree 0 and nothing else. */
+ * no group contains has degree 0 and nothing else.
+ *
+ * A document is a sequence, or a part of one, that its masks let neither see nor be seen by
+ * the rest: states and neighbouring rows go along documents. */
 typedef struct hcp_layout {
   int32_t rank;
   int32_t micro_batch;
@@ -381,6 +392,8 @@ typedef struct hcp_layout {
   const int32_t *sequences; /* sequence_count: indices of the plan's lengths */
   const int64_t *lengths; /* sequence_count */
   const int32_t *cu_seqlens; /* sequence_count + 1: local rows of each, summed */
+  int32_t document_count;
+  const hcp_span *documents; /* document_count: whole, sequence after sequence */
   int32_t span_count;
   const hcp_span *spans;
   int64_t rows; /* padding included */
@@ -444,17 +457,17 @@ hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int3
                               int32_t first, int32_t count, int32_t reverse, hcp_table **route,
                               hcp_error *err);
 
-/* Route rows within a group, shifted along their sequences: the output row at token t
- * is the source row at token t - shift of the same sequence, or zeros where the
- * sequence has no such token, and in padding. */
+/* Route rows within a group, shifted along their documents: the output row at token t
+ * is the source row at token t - shift of the same document, or zeros where the
+ * document has no such token, and in padding. HCP_INVALID in a plan with branches. */
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err);
 
 /* Route to each span of the rank (see hcp_layout) the `before` tokens that precede it in
- * its sequence: they come before the span's own rows, and are rows of zeros where the
- * sequence has not begun. So the output has `before` rows more for each span.
- * HCP_INVALID, on every rank alike, for a `before` with which some rank could have 2^31
- * rows or more. */
+ * its document: they come before the span's own rows, and are rows of zeros where the
+ * document has not begun. So the output has `before` rows more for each span.
+ * HCP_INVALID in a plan with branches, and, on every rank alike, for a `before` with which some
+ * rank could have 2^31 rows or more. */
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 

@@ -131,9 +131,10 @@ def sharing_heads(mixer: type) -> type:
             self, hidden_states, inference_context=None, *, packed_seq_params=None, **options
         ):
             cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
+            choice = self._choice(cp, hidden_states)
             if cp.degree == 0:
                 return self._no_rows(hidden_states)
-            if cp.degree > 1 and self._choice(cp, hidden_states).used == PASS_STATES:
+            if cp.degree > 1 and choice.used == PASS_STATES:
                 return self._by_states(cp, hidden_states)
             own = twin(self, cp=HeadShare(self.cp, cp))
             return super(Mixer, own).forward(

@@ -1,4 +1,4 @@
-"""Multi-token prediction: tokens, labels and masks roll along the plan's sequences."""
+"""Multi-token prediction: tokens, labels and masks roll along the plan's documents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def roll_tensor(
     sequence_fields: Sequence[str] | None = None,
     roll_depth: int = 0,
 ) -> tuple[Tensor, Tensor | None] | list[Tensor]:
-    """Shift (1, T) along the sequences of the micro-batch, and count. Replaces Megatron's function
+    """Shift (1, T) along the documents of the micro-batch, and count. Replaces Megatron's function
     of this name.
 
     Megatron's count is the sum of the result. Release 0.19 scales the losses of a prediction layer
