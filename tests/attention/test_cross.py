@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import GlooGroups
 from support.features import drawn, rows_here
@@ -57,18 +59,41 @@ def difference(result: Tensor, want: Tensor) -> float:
     return float((result - want)[finite].abs().max()) if finite.any() else 0.0
 
 
-def handler(groups: Any, lengths: Any, degree: int) -> hcp.ContextParallelHandler:
-    """One micro-batch."""
+def handler(
+    groups: Any, lengths: Any, degree: int, sizes: Sequence[int] = ()
+) -> hcp.ContextParallelHandler:
+    """One micro-batch. ``sizes``: how many of these lengths, as documents, are each sequence."""
+    masks = [hcp.Mask.documents(own) for own in split(lengths, sizes)] if sizes else None
     plan = hcp.plan(
-        lengths, ranks=groups.transport.size, max_tokens_per_rank=4096, min_degree=degree
+        [sum(own) for own in split(lengths, sizes)],
+        masks=masks,
+        ranks=groups.transport.size,
+        max_tokens_per_rank=4096,
+        min_degree=degree,
     )
     assert len(plan.micro_batches) == 1
     return hcp.ContextParallelHandler(plan, 0, groups.transport)
 
 
+def split(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Items in runs of these sizes, or one by one."""
+    each = iter(items)
+    return [list(itertools.islice(each, size)) for size in sizes or [1] * len(items)]
+
+
 def error(
-    groups: Any, lengths: Any, key_lengths: Any, degrees: tuple[int, int], options: Options
+    groups: Any,
+    lengths: Any,
+    key_lengths: Any,
+    degrees: tuple[int, int],
+    options: Options,
+    sizes: Sequence[int] = (),
 ) -> float:
+    """``sizes``: see ``handler``."""
+
+    def joined(parts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(own) for own in split(parts, sizes)]
+
     inputs = [drawn(lengths, 4, 6, seed=1), drawn(key_lengths, 2, 6, seed=2)]
     inputs += [drawn(key_lengths, 2, 5, seed=3)]
     grad, grad_lse = drawn(lengths, 4, 5, seed=4), drawn(lengths, 4, seed=5)
@@ -81,17 +106,19 @@ def error(
         torch.autograd.backward((out, lse), (grad[s], grad_lse[s]))
         answers.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
 
-    cp, keys = handler(groups, lengths, degrees[0]), handler(groups, key_lengths, degrees[1])
+    cp = handler(groups, lengths, degrees[0], sizes)
+    keys = handler(groups, key_lengths, degrees[1], sizes)
     sides = (cp, keys, keys)
-    leaves = [rows_here(c, x).requires_grad_() for c, x in zip(sides, inputs, strict=True)]
+    leaves = [rows_here(c, joined(x)).requires_grad_() for c, x in zip(sides, inputs, strict=True)]
     sinks = whole_sinks.detach().clone().requires_grad_() if options.sinks else None
     given: Any = {"causal": options.causal, "window_size": options.window, "softcap": options.cap}
     out, lse = cp.cross_attention(*leaves, keys, sinks=sinks, return_lse=True, **given)
-    torch.autograd.backward((out, lse), (rows_here(cp, grad), rows_here(cp, grad_lse)))
+    grads = rows_here(cp, joined(grad)), rows_here(cp, joined(grad_lse))
+    torch.autograd.backward((out, lse), grads)
     results = [out.detach(), lse.detach(), *(x.grad for x in leaves)]
     worst = 0.0
     for n, (result, side) in enumerate(zip(results, (cp, cp, *sides), strict=True)):
-        want = rows_here(side, [answer[n] for answer in answers])
+        want = rows_here(side, joined([answer[n] for answer in answers]))
         worst = max(worst, difference(result, want))
     if sinks is not None:
         shares = groups.transport.all_gather_bytes(str(sinks.grad.tolist()).encode(), "test")
@@ -124,6 +151,39 @@ def test_cross_attention_of_two_layouts_equals_one_rank(
         ranks, lambda groups: error(groups, lengths, key_lengths, degrees, options)
     )
     assert max(errors) < 1e-10
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
+    OPTIONS,
+    st.data(),
+)
+def test_queries_of_a_document_see_the_keys_of_the_one_of_its_number(
+    ranks: int, packs: list[list[tuple[int, int]]], options: Options, data: st.DataObject
+) -> None:
+    degrees = data.draw(st.tuples(st.integers(1, ranks), st.integers(1, ranks)))
+    lengths, key_lengths = zip(*itertools.chain.from_iterable(packs), strict=True)
+    sizes = [len(own) for own in packs]
+    errors = hcp.loopback(
+        ranks, lambda groups: error(groups, lengths, key_lengths, degrees, options, sizes)
+    )
+    assert max(errors) < 1e-10
+
+
+def test_more_documents_of_queries_than_of_keys_are_refused() -> None:
+    def call(groups: Any) -> None:
+        cp, keys = handler(groups, (5, 4), 1, [2]), handler(groups, (3,), 1, [1])
+        cp.cross_attention(torch.zeros(9, 1, 2), *[torch.zeros(3, 1, 2)] * 2, keys)
+
+    message = r"sequence 0 has 2 documents in the queries' plan and 1 in the keys', expected as m"
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
 
 
 def gloo_errors(rank: int, size: int) -> list[float]:
