@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
+from hcp.rebinding.looks import is_a, module_of
 
-_CLOSED = (
+_CLOSED: Any = (
     torch.Tensor,
     types.ModuleType,
     type,
@@ -29,7 +30,7 @@ _CLOSED = (
     torch.optim.Optimizer,
 )
 _CONTAINERS = (dict, list, deque, UserDict, UserList)
-_OPEN_STDLIB = (
+_OPEN_STDLIB: Any = (
     *_CONTAINERS,
     ChainMap,
     types.MappingProxyType,
@@ -45,27 +46,27 @@ OWN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The plain classes of tensors. torch's other classes keep the groups over which they shard."""
 LRU_CACHE = type(cache(lambda: None))
 """The class of functions that functools caches."""
-_FUNCTIONS = (types.FunctionType, LRU_CACHE)
+_FUNCTIONS: Any = (types.FunctionType, LRU_CACHE)
 
 
 def is_open(value: Any) -> bool:
     """Whether the walk goes into an object."""
-    if isinstance(value, _CLOSED):
+    if is_a(value, _CLOSED):
         return False
     if derived.is_numpy(value):
         return bool(value.dtype == object)
-    if isinstance(value, (torch.nn.Module, set)):
+    if is_a(value, (torch.nn.Module, set)):
         return True
-    if isinstance(value, _FUNCTIONS):
+    if is_a(value, _FUNCTIONS):
         return is_open_function(value)
-    if is_closed_package(type(value).__module__):
-        return isinstance(value, _OPEN_STDLIB)
+    if is_closed_package(module_of(type(value))):
+        return is_a(value, _OPEN_STDLIB)
     return True
 
 
 def is_closed_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor's class is one of torch's that keep groups there for what they shard."""
-    return type(tensor) not in OWN_TENSORS and is_closed_package(type(tensor).__module__)
+    return type(tensor) not in OWN_TENSORS and is_closed_package(module_of(type(tensor)))
 
 
 def is_open_function(function: Any) -> bool:
@@ -83,12 +84,15 @@ def modules_of(function: Any) -> Iterator[str]:
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
-        function = function.__func__ if isinstance(function, types.MethodType) else function
-        yield getattr(function, "__module__", None) or ""
-        if isinstance(function, types.FunctionType):
+        function = function.__func__ if is_a(function, types.MethodType) else function
+        if is_a(function, (*_FUNCTIONS, types.BuiltinFunctionType)):
+            yield function.__module__ or ""
+        else:
+            yield module_of(type(function))
+        if is_a(function, types.FunctionType):
             yield function.__globals__.get("__name__") or ""
-        wrapped = vars(function).get("__wrapped__") if isinstance(function, _FUNCTIONS) else None
-        function = wrapped if isinstance(wrapped, (*_FUNCTIONS, types.MethodType)) else function
+        wrapped = vars(function).get("__wrapped__") if is_a(function, _FUNCTIONS) else None
+        function = wrapped if is_a(wrapped, (*_FUNCTIONS, types.MethodType)) else function
 
 
 def is_kept_by_torch(holder: Any, module: str) -> bool:
@@ -96,7 +100,7 @@ def is_kept_by_torch(holder: Any, module: str) -> bool:
 
     `module`: the name of its class's module.
     """
-    if issubclass(type(holder), torch.nn.Module):
+    if is_a(holder, torch.nn.Module):
         return is_wrapper(holder)
     return type(holder) not in OWN_TENSORS and (
         module.partition(".")[0] == "torch" or packages.is_sharder(module)
@@ -113,10 +117,10 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
     if not classes:
         return False
-    if packages.is_sharder(classes[0].__module__):
+    if packages.is_sharder(module_of(classes[0])):
         return True
-    return not classes[0].__module__.startswith("torch.nn.modules.") and all(
-        cls.__module__.startswith("torch.") for cls in classes if cls is not object
+    return not module_of(classes[0]).startswith("torch.nn.modules.") and all(
+        module_of(cls).startswith("torch.") for cls in classes if cls is not object
     )
 
 

@@ -205,7 +205,7 @@ def scalar(value: Any) -> int | float | bool | None:
 
 def is_numpy(value: object) -> bool:
     """Whether a value is a number or an array of NumPy, which is not imported for this."""
-    return type(value).__module__ == "numpy" and hasattr(value, "dtype")
+    return type(value).__module__ == "numpy" and hasattr(type(value), "dtype")
 
 
 def _ranks(value: Any) -> list[Any] | None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hcp.rebinding.looks import is_a
+
 Exclude = Sequence[Any]
 """Paths ("vision_model", "model.layers[0]", "*.vision"), objects and classes that stay."""
 
@@ -13,7 +15,7 @@ Exclude = Sequence[Any]
 def listed(exclude: Exclude) -> tuple[Any, ...]:
     """Return the items of `exclude`. Raises ValueError for a single path or class, which is no
     sequence."""
-    if isinstance(exclude, (str, type)):
+    if _is_named(exclude):
         raise ValueError(f"exclude is {exclude!r}, expected a sequence: ({exclude!r},)")
     return tuple(exclude)
 
@@ -27,11 +29,11 @@ class Excluded:
         self._ids: dict[int, Any] = {}
         self._unused: dict[Any, str] = {}
         for item in exclude:
-            self._unused[id(item)] = repr(item) if isinstance(item, (str, type)) else _name(item)
-            if isinstance(item, str):
+            self._unused[id(item)] = repr(item) if _is_named(item) else _name(item)
+            if is_a(item, str):
                 text = ".*".join(map(re.escape, item.split("*")))
                 self._patterns.append((item, re.compile(rf"(model[.]?)?{text}")))
-            elif isinstance(item, type):
+            elif is_a(item, type):
                 self._types.append(item)
             else:
                 self._ids[id(item)] = item
@@ -76,8 +78,12 @@ class Excluded:
     def _matching(self, value: Any, path: str) -> Iterator[Any]:
         if id(value) in self._ids:
             yield self._ids[id(value)]
-        yield from (kind for kind in self._types if isinstance(value, kind))
+        yield from (kind for kind in self._types if is_a(value, kind))
         yield from (text for text, pattern in self._patterns if pattern.fullmatch(path))
+
+
+def _is_named(value: object) -> bool:
+    return is_a(value, str) or is_a(value, type)
 
 
 def _name(value: object) -> str:

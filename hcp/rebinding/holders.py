@@ -24,6 +24,7 @@ from hcp._core import find_holders
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_kept_by_torch, modules_of
 from hcp.rebinding.findings import Finding
+from hcp.rebinding.looks import class_attribute, is_a, module_of, own_attributes
 from hcp.rebinding.places import places
 from hcp.rebinding.walk import Walk
 
@@ -36,7 +37,12 @@ _PLAIN = (
 are modules and tensors, which may belong to this model or to another one."""
 _OWN = ("hcp._core", "hcp.groups.", "hcp.rebinding.")
 """Beginnings of the names of modules in which hcp holds groups for itself."""
-_COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
+_NAMED: Any = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
+)
+"""Classes of objects that have a ``__qualname__`` of their own."""
+_COUNTED_OTHERWISE: Any = (set, functools.partial, type(functools.cache(len)))
 _LEVELS = 100
 """The largest number of nested plain objects through which a holder is searched for."""
 
@@ -135,7 +141,7 @@ class _Search:
             return
         if id(holder) not in self._looked_into:
             return
-        if isinstance(holder, _COUNTED_OTHERWISE) or id(holder) in self._walk.keyed:
+        if is_a(holder, _COUNTED_OTHERWISE) or id(holder) in self._walk.keyed:
             return
         seen = sum(value is group for _, _, _, value, _ in places(holder, ""))
         if sum(x is group for x in gc.get_referents(holder)) > seen:
@@ -166,10 +172,10 @@ def _reached(walk: Walk) -> dict[int, Any]:
     identity."""
     reached: dict[int, Any] = {}
     for holder in walk.kept:
-        if not isinstance(holder, torch.nn.Module) or _is_plain(holder):
+        attributes = own_attributes(holder) if is_a(holder, torch.nn.Module) else None
+        if attributes is None or _is_plain(holder):
             parts = [part for part in gc.get_referents(holder) if _is_part(part)]
-            if isinstance(holder, torch.nn.Module):
-                parts += [part for part in vars(holder).values() if type(part) is dict]
+            parts += [part for part in (attributes or {}).values() if type(part) is dict]
             reached |= {id(part): holder for part in parts}
     return reached | {id(holder): holder for holder in (*walk.kept, *walk.tuples)}
 
@@ -183,7 +189,7 @@ def _sources(walk: Walk) -> dict[int, Any]:
     if walk.twins.layouts is None:
         return {}
     sources = [pgs.source for pgs in walk.twins.layouts]
-    held = [vars(source) for source in sources if hasattr(source, "__dict__")]
+    held = [own_attributes(source) for source in sources]
     return {id(x): x for x in (*sources, *held) if x is not None}
 
 
@@ -191,9 +197,9 @@ def _is_plain(holder: Any) -> bool:
     if type(holder) is dict:
         return _module_of(holder) is None
     if issubclass(type(holder), (torch.nn.Module, torch.Tensor)):
-        return not is_kept_by_torch(holder, type(holder).__module__)
-    if hasattr(type(holder), "__next__"):
-        return not isinstance(holder, types.GeneratorType)  # a loop's
+        return not is_kept_by_torch(holder, module_of(type(holder)))
+    if class_attribute(type(holder), "__next__") is not None:
+        return not is_a(holder, types.GeneratorType)  # a loop's
     return issubclass(type(holder), _PLAIN) or derived.is_numpy(holder)
 
 
@@ -207,8 +213,8 @@ def _is_own(holder: Any) -> bool:
     if cls is dict:
         module = _module_of(holder)
     else:
-        module = holder.__module__ if issubclass(cls, type) else cls.__module__
-    return isinstance(module, str) and _is_own_module(module, holder)
+        module = module_of(holder if issubclass(cls, type) else cls)
+    return module is not None and _is_own_module(module, holder)
 
 
 def _is_own_module(module: str, holder: Any) -> bool:
@@ -218,8 +224,8 @@ def _is_own_module(module: str, holder: Any) -> bool:
 def _module_of(holder: dict[Any, Any]) -> str | None:
     """Return the name of the module whose globals a dictionary is, or None."""
     name = holder.get("__name__")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    return name if module is not None and vars(module) is holder else None
+    module = sys.modules.get(name) if type(name) is str else None
+    return name if module is not None and own_attributes(module) is holder else None
 
 
 # ---- how to say it -------------------------------------------------------------------------------
@@ -228,12 +234,12 @@ def _module_of(holder: dict[Any, Any]) -> str | None:
 def _text(holder: Any) -> str:
     if type(holder) is dict:
         return f"the globals of {_module_of(holder)}"
-    name = getattr(holder, "__qualname__", None)
-    if isinstance(name, str):
-        kind = "class" if isinstance(holder, type) else type(holder).__name__
+    if is_a(holder, _NAMED):
+        name = holder.__qualname__
+        kind = "class" if is_a(holder, type) else type(holder).__name__
         module = getattr(holder, "__module__", None)
         return f"{kind} {module}.{name}" if module else f"{kind} {name}"
-    return f"{type(holder).__module__}.{type(holder).__qualname__} object"
+    return f"{module_of(type(holder))}.{type(holder).__qualname__} object"
 
 
 def _path(chain: list[Any], start: str | None) -> str:
@@ -250,8 +256,8 @@ def _path(chain: list[Any], start: str | None) -> str:
 
 def _place(holder: Any, inside: list[Any]) -> str | None:
     """Return the path of the last of `inside` in a holder, or None if there is none."""
-    if isinstance(holder, tuple):
-        held = ((item, f"[{i}]") for i, item in enumerate(holder))
+    if is_a(holder, tuple):
+        held = ((item, f"[{i}]") for i, item in enumerate(tuple.__iter__(holder)))
     else:
         held = ((value, path) for _, _, _, value, path in places(holder, ""))
     return next((path for value, path in held if value is inside[-1]), None)

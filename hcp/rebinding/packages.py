@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from hcp.rebinding import derived, revision
+from hcp.rebinding.looks import is_a, module_of, own_attributes
 from hcp.rebinding.rules import Rule
 
 _DEEPSPEED = "hcp.integrations.deepspeed.rules"
@@ -72,11 +73,11 @@ def load_imported() -> None:
 
 def rule_by_name(cls: type) -> Rule | None:
     """Return the rule for a class itself, not for its bases. Loads the rules of its package."""
-    _meet(cls.__module__)
+    _meet(module_of(cls))
     for method, module in _METHODS.items():
         if method in vars(cls):
             _load(module)
-    name = f"{cls.__module__}.{cls.__qualname__}"
+    name = f"{module_of(cls)}.{cls.__qualname__}"
     return next((x.classes[name] for x in _loaded.values() if name in x.classes), None)
 
 
@@ -99,11 +100,10 @@ def imported_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
     """Yield (path, globals, names that stay) of each imported one of the packages' `modules`."""
     for package in _loaded.values():
         for name, stay in package.modules.items():
-            module = sys.modules.get(name)
-            if module is not None:
-                namespace = vars(module)
-                code = (types.FunctionType, types.ModuleType, type)
-                defined = (key for key, value in namespace.items() if isinstance(value, code))
+            namespace = own_attributes(sys.modules.get(name))
+            if namespace is not None:
+                code: Any = (types.FunctionType, types.ModuleType, type)
+                defined = (key for key, value in namespace.items() if is_a(value, code))
                 yield name.rpartition(".")[2], namespace, (*stay, *defined)
 
 

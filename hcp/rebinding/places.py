@@ -9,12 +9,14 @@ import threading
 import types
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_open_function, is_wrapper
+from hcp.rebinding.looks import class_attribute, is_a, members, own_attributes
 from hcp.rebinding.writers import PartialArguments
 
 Place = tuple[str, Any, Any, Any, str]
@@ -29,47 +31,49 @@ ATOMS = frozenset(
 MODEL_TABLES = "_hcp_rebind"
 """The attribute in which a model keeps its ``tables.ModelTables``. It is no place of the model."""
 
+_EXCEPTION = ("args", "__cause__", "__context__")
 _MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
 MODULE_HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def places(holder: Any, path: str) -> Iterator[Place]:
     """Yield all places of one object, in a fixed order."""
-    if isinstance(holder, dict):
-        for position, (key, value) in enumerate(list(holder.items())):
+    if is_a(holder, dict):
+        for position, (key, value) in enumerate(list(dict.items(holder))):
             yield "item", holder, key, value, f"{path}[{key_text(key, position)}]"
-    elif isinstance(holder, (list, deque)):
-        for i, value in enumerate(holder):
+    elif is_a(holder, (list, deque)):
+        items: Any = list.__iter__ if is_a(holder, list) else deque.__iter__
+        for i, value in enumerate(items(holder)):
             yield "item", holder, i, value, f"{path}[{i}]"
     elif derived.is_numpy(holder):
         for at in itertools.product(*map(range, holder.shape)):
             yield "item", holder, at, holder[at], f"{path}[{', '.join(map(str, at))}]"
-    if issubclass(type(holder), torch.nn.Module):  # a weak proxy of one says that it is one too
+    if is_a(holder, torch.nn.Module):
         yield from _module_places(holder, path)
-    elif isinstance(holder, type):
+    elif is_a(holder, type):
         yield from _class_places(holder, path)
-    elif isinstance(holder, types.FunctionType):
+    elif is_a(holder, types.FunctionType):
         yield from _function_places(holder, path)
-    elif isinstance(holder, types.MethodType):
+    elif is_a(holder, types.MethodType):
         yield "fixed", holder, "__self__", holder.__self__, f"{path}.__self__"
         yield "fixed", holder, "__func__", holder.__func__, f"{path}.__func__"
-    elif isinstance(holder, types.CellType):
+    elif is_a(holder, types.CellType):
         yield from _cell_places(holder, path)
-    elif isinstance(holder, types.MappingProxyType):
+    elif is_a(holder, types.MappingProxyType):
         yield from _proxy_places(holder, path)
-    elif isinstance(holder, threading.local):
+    elif is_a(holder, threading.local):
         yield from _local_places(holder, path)
     else:
         yield from _partial_places(holder, path)
         yield from _exception_places(holder, path)
         yield from _attribute_places(holder, path)
-        if isinstance(holder, torch.Tensor):
+        if is_a(holder, torch.Tensor):
             yield from tensor_hooks(holder, path)
 
 
 def _module_places(module: torch.nn.Module, path: str) -> Iterator[Place]:
-    attributes: dict[str, Any] = vars(module)
+    attributes = own_attributes(module) or {}
     if not is_wrapper(module):
         for name, value in list(attributes.items()):
             if name not in _MODULE_KEEPS and name != MODEL_TABLES:
@@ -89,43 +93,35 @@ def _hooks(hooks: Any, path: str) -> Iterator[Place]:
     """Yield the hooks of a module or a tensor, except torch's own. Paths number them from 0, since
     their keys number the hooks of the whole process."""
     for position, (key, hook) in enumerate(list((hooks or {}).items())):
-        function = hook.func if isinstance(hook, functools.partial) else hook
+        function = hook.func if is_a(hook, functools.partial) else hook
         if is_open_function(function):
             yield "item", hooks, key, hook, f"{path}[{position}]"
 
 
 def tensor_hooks(tensor: torch.Tensor, path: str = "") -> Iterator[Place]:
     """Yield the hooks of one tensor."""
-    for name in TENSOR_HOOKS:
-        yield from _hooks(getattr(tensor, name, None), f"{path}.{name}")
+    for name, hooks in zip(_TENSOR_HOOKS, hooks_of(tensor), strict=True):
+        yield from _hooks(hooks, f"{path}.{name}")
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the dictionaries of a tensor's hooks, None for those that it has none of. They are not
+    asked of the tensor's class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(getattr(torch.Tensor, name).__get__(tensor) for name in _TENSOR_HOOKS)
 
 
 def _attribute_places(holder: Any, path: str) -> Iterator[Place]:
-    try:
-        attributes = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        attributes = None
-    if type(attributes) is dict:
-        for name, value in list(attributes.items()):
-            if name != MODEL_TABLES:
-                yield "item", attributes, name, value, f"{path}.{name}"
-    for name in member_names(type(holder)):
+    attributes = own_attributes(holder) or {}
+    for name, value in list(attributes.items()):
+        if name != MODEL_TABLES:
+            yield "item", attributes, name, value, f"{path}.{name}"
+    for name, member in members(type(holder)).items():
         try:
-            value = object.__getattribute__(holder, name)
+            value = member.__get__(holder)
         except AttributeError:
             continue  # declared and not set
         yield "member", holder, name, value, f"{path}.{name}"
-
-
-def member_names(cls: type) -> list[str]:
-    """Return the names in __slots__ of a class and its bases."""
-    return [
-        name
-        for base in reversed(cls.__mro__)
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    ]
 
 
 def _class_places(cls: type, path: str) -> Iterator[Place]:
@@ -138,11 +134,11 @@ def _class_places(cls: type, path: str) -> Iterator[Place]:
 
 def _functions_of(value: Any) -> Iterator[Any]:
     """Yield the functions that a descriptor wraps, or the class attribute itself."""
-    if isinstance(value, (staticmethod, classmethod)):
+    if is_a(value, staticmethod) or is_a(value, classmethod):
         yield value.__func__
-    elif isinstance(value, property):
+    elif is_a(value, property):
         yield from (f for f in (value.fget, value.fset, value.fdel) if f is not None)
-    elif isinstance(value, functools.cached_property):
+    elif is_a(value, functools.cached_property):
         yield value.func
     else:
         yield value
@@ -169,7 +165,7 @@ def _cell_places(cell: types.CellType, path: str) -> Iterator[Place]:
 
 
 def _partial_places(holder: Any, path: str) -> Iterator[Place]:
-    if not isinstance(holder, functools.partial):
+    if not is_a(holder, functools.partial):
         return
     yield "fixed", holder, "func", holder.func, f"{path}.func"
     yield "attribute", PartialArguments(holder), "value", holder.args, f"{path}.args"
@@ -180,7 +176,7 @@ def _partial_places(holder: Any, path: str) -> Iterator[Place]:
 def _proxy_places(proxy: Any, path: str) -> Iterator[Place]:
     """Yield the mapping of a read-only view, unless it is that of a class, which has its places."""
     for mapping in gc.get_referents(proxy):
-        if not (isinstance(mapping, dict) and "__module__" in mapping):
+        if not (is_a(mapping, dict) and dict.__contains__(mapping, "__module__")):
             yield "fixed", proxy, "mapping", mapping, path
 
 
@@ -193,10 +189,11 @@ def _local_places(local: threading.local, path: str) -> Iterator[Place]:
 
 
 def _exception_places(holder: Any, path: str) -> Iterator[Place]:
-    if isinstance(holder, BaseException):
-        yield "attribute", holder, "args", holder.args, f"{path}.args"
-        for name in ("__cause__", "__context__"):
-            yield "fixed", holder, name, getattr(holder, name), f"{path}.{name}"
+    if is_a(holder, BaseException):
+        args, *chained = (getattr(BaseException, name).__get__(holder) for name in _EXCEPTION)
+        yield "attribute", holder, "args", args, f"{path}.args"
+        for name, value in zip(_EXCEPTION[1:], chained, strict=True):
+            yield "fixed", holder, name, value, f"{path}.{name}"
 
 
 # ---- by name -------------------------------------------------------------------------------------
@@ -206,31 +203,35 @@ def cache_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
     """Return (kind, owner, value) of one object's places that have the names of rotary caches."""
     named: dict[str, tuple[str, Any, Any]] = {}
     for owner in namespaces(holder):
-        if isinstance(owner, dict) and not derived.CACHES.isdisjoint(owner):
-            named |= {n: ("entry", owner, owner[n]) for n in derived.CACHES if n in owner}
-    for name in derived.CACHES.intersection(member_names(type(holder))):
-        if hasattr(holder, name):
-            named[name] = ("member", holder, getattr(holder, name))
+        if is_a(owner, dict):
+            held = filter(functools.partial(dict.__contains__, owner), derived.CACHES)
+            named |= {name: ("entry", owner, dict.__getitem__(owner, name)) for name in held}
+    for name, member in members(type(holder)).items():
+        if name in derived.CACHES:
+            with suppress(AttributeError):  # declared and not set
+                named[name] = ("member", holder, member.__get__(holder))
     return named
 
 
 def namespaces(holder: Any) -> tuple[Any, ...]:
     """Return the dictionaries of an object's attributes, None for a missing one. New attributes go
     to the last."""
-    if issubclass(type(holder), torch.nn.Module):
-        return vars(holder), holder._buffers
-    return (holder,) if isinstance(holder, dict) else (getattr(holder, "__dict__", None),)
+    if is_a(holder, torch.nn.Module):
+        return own_attributes(holder), holder._buffers
+    return (holder,) if is_a(holder, dict) else (own_attributes(holder),)
 
 
 def item_names(value: object) -> tuple[str, ...]:
     """Return the names of a named tuple's items; empty for any other object."""
-    fields = getattr(type(value), "_fields", ()) if isinstance(value, tuple) else ()
-    return fields if isinstance(fields, tuple) and len(fields) == len(value) else ()  # type: ignore[arg-type]
+    if not is_a(value, tuple):
+        return ()
+    fields = class_attribute(type(value), "_fields")
+    return fields if type(fields) is tuple and len(fields) == tuple.__len__(value) else ()
 
 
 def is_dataclass_field(cls: Any, name: str) -> bool:
     """Whether a class attribute is the default of a dataclass's field."""
-    return name in getattr(cls, "__dataclass_fields__", {})
+    return name in (class_attribute(cls, "__dataclass_fields__") or ())
 
 
 # ---- paths ---------------------------------------------------------------------------------------
@@ -242,6 +243,7 @@ def _child_text(name: str) -> str:
 
 def key_text(key: object, position: int) -> str:
     """Write a key for a path. The text is equal on every rank: it has no address of an object."""
-    if isinstance(key, (str, int, bool)):
-        return repr(key)
+    for kind in (str, bool, int):
+        if is_a(key, kind):
+            return kind.__repr__(key)
     return f"{type(key).__name__} {position}"

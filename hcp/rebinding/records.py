@@ -15,10 +15,11 @@ import torch
 from hcp._core import Structure
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_closed_tensor, is_wrapper
-from hcp.rebinding.places import ATOMS, MODULE_HOOKS, member_names, places, tensor_hooks
+from hcp.rebinding.looks import is_a, members, own_attributes
+from hcp.rebinding.places import ATOMS, MODULE_HOOKS, hooks_of, places, tensor_hooks
 
 _PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_MORE_THAN_ATTRIBUTES = (
+_MORE_THAN_ATTRIBUTES: Any = (
     *(dict, list, deque, set, functools.partial, types.FunctionType),
     *(BaseException, threading.local),
 )
@@ -51,7 +52,7 @@ class Records:
         self._tensors.add(id(attributes))
         self.holders.append(attributes)
         if not is_closed_tensor(tensor):
-            hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+            hooks = hooks_of(tensor)
             self._hooks.append((weakref.ref(tensor), *hooks))
             self.holders += [each for each in hooks if each is not None]
 
@@ -63,9 +64,10 @@ class Records:
         if type(holder) in _PLAIN_DICTS or type(holder) is list:
             self.holders.append(holder)
             return
-        attributes = getattr(holder, "__dict__", None)
-        plain = type(attributes) is dict and not isinstance(holder, _MORE_THAN_ATTRIBUTES)
-        if plain and not member_names(type(holder)):
+        attributes = own_attributes(holder)
+        if attributes is not None and not (
+            is_a(holder, _MORE_THAN_ATTRIBUTES) or members(type(holder))
+        ):
             self.holders.append(attributes)
         else:
             self.others.append((holder, path))
@@ -135,10 +137,10 @@ class Records:
         them is for C."""
         for reference, backward, accumulated in self._hooks:
             tensor = reference()
-            if tensor is not None and (
-                tensor._backward_hooks is not backward
-                or tensor._post_accumulate_grad_hooks is not accumulated
-            ):
+            if tensor is None:
+                continue
+            now = hooks_of(tensor)
+            if now[0] is not backward or now[1] is not accumulated:
                 return False
         return True
 
@@ -154,7 +156,7 @@ def _is_bare(tensor: torch.Tensor) -> bool:
 
 
 def _names(holders: tuple[Any, ...]) -> set[str]:
-    dictionaries = (holder for holder in holders if isinstance(holder, dict))
+    dictionaries = (holder for holder in holders if is_a(holder, dict))
     return {key for dictionary in dictionaries for key in dictionary if type(key) is str}
 
 
@@ -180,7 +182,7 @@ def _number_or_text(kind: str, owner: Any, name: str) -> tuple[type, Any] | None
 
 
 def _values(holder: Any, path: str, strict: bool) -> list[Any]:
-    values = sorted(holder, key=id) if isinstance(holder, set) else []
+    values = sorted(set.__iter__(holder), key=id) if is_a(holder, set) else []
     values += [
         value if type(value) not in ATOMS or _is_watched(key, strict) else None
         for _, _, key, value, _ in places(holder, path)

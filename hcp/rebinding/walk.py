@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hcp.rebinding.findings import (
     doubt_about_mesh,
     doubt_about_value,
 )
+from hcp.rebinding.looks import has, is_a, module_of, own_attributes
 from hcp.rebinding.places import (
     ATOMS,
     Place,
@@ -118,16 +119,16 @@ class Walk:
         switches = list(self._rules(holder, path))
         self._rotary_cache(holder, path)
         self.records.note(holder, path)
-        if isinstance(holder, set):
+        if is_a(holder, set):
             self._set(holder, path)
-        if isinstance(holder, dict):
+        if is_a(holder, dict):
             self._keys(holder, path)
-        if isinstance(holder, LRU_CACHE) and self.twins.differing:
+        if is_a(holder, LRU_CACHE) and self.twins.differing:
             cleared = ClearedCache(holder.cache_clear)
             self.slots.append(Slot(path, "cache", "attribute", cleared, "value", None))
         for place in places(holder, path):
             self._look(place)
-        if not isinstance(holder, type):
+        if not is_a(holder, type):
             self._classes(type(holder))
         for switch in switches:  # once the object holds what its method reads
             self.slots.append(switch)
@@ -146,7 +147,7 @@ class Walk:
             return
         if kind != "fixed":
             self.slots.append(Slot(path, role, *writer_of(kind, owner, key), new))
-        elif isinstance(value, dist.ProcessGroup):
+        elif is_a(value, dist.ProcessGroup):
             self._find(path, f"holds the group {role!r} where nothing can be written")
 
     def _is_excluded(self, value: Any, path: str) -> bool:
@@ -174,15 +175,15 @@ class Walk:
             return self._twin(value, roles, path, name)
         if id(value) in self.twins.eval_only:
             self.eval_held.append(path)
-        elif isinstance(value, (tuple, frozenset)):
+        elif is_a(value, (tuple, frozenset)):
             return self._replace_items(value, path, name)
         elif id(value) in self._weak:
             return self._weakly(value, path, name)
-        elif isinstance(value, dist.ProcessGroup):
+        elif is_a(value, dist.ProcessGroup):
             self._doubt(path, doubt_about_group(value, name, self.twins))
-        elif isinstance(value, DeviceMesh):
+        elif is_a(value, DeviceMesh):
             self._doubt(path, doubt_about_mesh(value, self.twins))
-        elif isinstance(value, torch.Tensor) or derived.is_numpy(value):
+        elif is_a(value, torch.Tensor) or derived.is_numpy(value):
             self._atom(value, path, name)
             self._reach(value, path)
         else:
@@ -215,26 +216,23 @@ class Walk:
         return "", value
 
     def _atom(self, value: Any, path: str, name: object) -> None:
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             self.records.note_tensor(value)
             self._reach_tensor(value, path)
         if type(name) is str:
             self._doubt(path, doubt_about_value(name, value, self.twins))
 
-    def _replace_items(
-        self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
-    ) -> tuple[str, Any]:
+    def _replace_items(self, value: Collection[Any], path: str, name: object) -> tuple[str, Any]:
         if id(value) not in self._rebuilt:
             self.tuples.append(value)  # an identity is only good while its object lives
             self._rebuilt[id(value)] = self._rebuild(value, path, name)
         return self._rebuilt[id(value)]
 
-    def _rebuild(
-        self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
-    ) -> tuple[str, Any]:
+    def _rebuild(self, value: Collection[Any], path: str, name: object) -> tuple[str, Any]:
         roles, items = [], []
         fields = item_names(value)
-        for i, item in enumerate(value):
+        items_of: Any = tuple.__iter__ if is_a(value, tuple) else frozenset.__iter__
+        for i, item in enumerate(items_of(value)):
             at = f"{path}.{fields[i]}" if fields else f"{path}[{i}]"
             role, new = "", item
             if not self._is_excluded(item, at):
@@ -244,10 +242,11 @@ class Walk:
             roles += [role] if role else []
         if not roles:
             return "", value
-        if isinstance(value, frozenset):
+        if is_a(value, frozenset):
             return ", ".join(sorted(roles)), type(value)(items)
         # Also right for named tuples, whose classes take their fields one by one.
-        return ", ".join(roles), tuple.__new__(type(value), items)
+        new_tuple: Any = tuple.__new__
+        return ", ".join(roles), new_tuple(type(value), items)
 
     def _set(self, holder: set[Any], path: str) -> None:
         role, new = self._replace_items(frozenset(holder), path, None)
@@ -256,7 +255,7 @@ class Walk:
 
     def _keys(self, holder: dict[Any, Any], path: str) -> None:
         """Report groups that are keys. They stay, since their values may be caches for them."""
-        for position, key in enumerate(holder):
+        for position, key in enumerate(dict.__iter__(holder)):
             if type(key) not in ATOMS and self._is_of_training(key):
                 self.keyed.add(id(holder))
                 self._find(
@@ -267,13 +266,15 @@ class Walk:
                 )
 
     def _is_of_training(self, key: Any) -> bool:
-        if isinstance(key, (tuple, frozenset)):
-            return any(self._is_of_training(item) for item in key)
+        if is_a(key, tuple):
+            return any(map(self._is_of_training, tuple.__iter__(key)))
+        if is_a(key, frozenset):
+            return any(map(self._is_of_training, frozenset.__iter__(key)))
         roles = self.twins.get(key) or {}
         return any(twin is not key for twin in roles.values())
 
     def _reach(self, value: Any, path: str) -> None:
-        if isinstance(value, (tuple, frozenset)):
+        if is_a(value, (tuple, frozenset)):
             self._replace_items(value, path, None)
         elif id(value) not in self.twins.closed and is_open(value):
             self._later(value, path)
@@ -282,7 +283,7 @@ class Walk:
         """Reach the attributes and hooks of a tensor, unless its class keeps groups there."""
         if is_closed_tensor(value):
             return
-        if vars(value) or any(True for _ in tensor_hooks(value)):
+        if own_attributes(value) or any(True for _ in tensor_hooks(value)):
             self._later(value, path)
 
     def _later(self, value: Any, path: str) -> None:
@@ -298,7 +299,7 @@ class Walk:
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
-            if not is_closed_package(base.__module__):
+            if not is_closed_package(module_of(base)):
                 self._todo.append((base, f"class {base.__qualname__}"))
 
     # ---- derived values and caches ----
@@ -330,14 +331,14 @@ class Walk:
 
     def _rotary_cache(self, holder: Any, path: str) -> None:
         """Add slots that empty a rotary cache, which was made for the training layout's rows."""
-        if isinstance(holder, type) or not self.twins.differing:
+        if is_a(holder, type) or not self.twins.differing:
             return
         held = cache_places(holder)
         for name in held.keys() & derived.CACHE_LENGTHS:
             self.records.note_type(*held[name][:2], name)
         tensors = [n for n in derived.CACHE_TENSORS if n in held]
         lengths = [n for n in derived.CACHE_LENGTHS if type(held.get(n, [None])[-1]) is int]
-        if not (tensors or (lengths and hasattr(holder, "get_cached_cos_sin"))):
+        if not (tensors or (lengths and has(holder, "get_cached_cos_sin"))):
             return
         for name in derived.CACHE_TENSORS if lengths else tensors:
             # With a length that says 0 the tensors are not read before they are made anew.
@@ -353,7 +354,7 @@ class Walk:
             kind, owner, _ = held[name]
         else:
             kind, owner = "absent", namespaces(holder)[-1]
-            if not isinstance(owner, dict):
+            if not is_a(owner, dict):
                 return
         self._ruled.add((id(owner), name))
         at = f"{path}[{name!r}]" if owner is holder and kind == "entry" else f"{path}.{name}"
@@ -363,7 +364,7 @@ class Walk:
 
     def _rules(self, holder: Any, path: str) -> Iterator[Slot]:
         """Add the slots of the rules for an object, and yield those that call a method."""
-        if isinstance(holder, type) or self.twins.layouts is None or not self.twins.ranks:
+        if is_a(holder, type) or self.twins.layouts is None or not self.twins.ranks:
             return
         train, target = self.twins.layouts
         for rule in (*self._rules_of(type(holder)), *packages.rules_by_shape(holder)):
@@ -391,8 +392,9 @@ class Walk:
     def _rule_slots(self, rule: Rule, holder: Any, path: str, changes: dict[str, Any]) -> None:
         changes = dict(changes)
         for name in rule.caches:
-            if isinstance(getattr(holder, "__dict__", {}).get(name), dict):
-                self._dictionary_slot(vars(holder), name, path)
+            attributes = own_attributes(holder)
+            if attributes is not None and is_a(attributes.get(name), dict):
+                self._dictionary_slot(attributes, name, path)
             else:
                 changes[name] = None
         for name, value in changes.items():
@@ -401,9 +403,10 @@ class Walk:
     def _method_slot(self, rule: Rule, holder: Any, path: str, arguments: tuple[Any, ...]) -> Slot:
         """The slot that calls the rule's method. What the method sets has slots of its own."""
         assert rule.method is not None
+        attributes = own_attributes(holder) or {}
         for name in rule.held:
-            if name in vars(holder):
-                self._attribute_slot(holder, name, vars(holder)[name], path)
+            if name in attributes:
+                self._attribute_slot(holder, name, attributes[name], path)
         switched = SwitchedByMethod(holder, rule.method, rule.held[: len(arguments)])
         self.groups_found += 1
         return Slot(f"{path}.{rule.method}()", "rule", "attribute", switched, "value", arguments)
@@ -416,16 +419,16 @@ class Walk:
     def _attribute_slot(self, holder: Any, name: str, value: Any, path: str) -> None:
         kind, owner = _owner_of(holder, name)
         self._ruled.add((id(owner), name))
-        self.groups_found += isinstance(value, dist.ProcessGroup)
+        self.groups_found += is_a(value, dist.ProcessGroup)
         self.slots.append(Slot(f"{path}.{name}", "rule", kind, owner, name, value))
 
 
 def _owner_of(holder: Any, name: str) -> tuple[str, Any]:
     """The kind and the owner of the place of an object's attribute."""
-    attributes = getattr(holder, "__dict__", None)
-    if type(attributes) is not dict:
+    attributes = own_attributes(holder)
+    if attributes is None:
         return "member", holder
-    if isinstance(holder, torch.nn.Module) and name in holder._buffers:
+    if is_a(holder, torch.nn.Module) and name in holder._buffers:
         return "entry", holder._buffers
     return "entry", attributes
 
@@ -468,6 +471,6 @@ def _ask(
 def _is_of(holder: Any, train: ProcessGroups) -> bool:
     """Whether an object is in the training layout: it has its CP group, its levels, or none yet."""
     group = getattr(holder, "cp_group", None)
-    if isinstance(group, (list, tuple)):
+    if is_a(group, (list, tuple)):
         return list(map(id, group)) == list(map(id, train.hierarchy))
     return group is None or group is train.cp

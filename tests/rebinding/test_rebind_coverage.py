@@ -34,6 +34,7 @@ from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages, rules
 from hcp.rebinding.closed import is_open_function
+from hcp.rebinding.looks import own_attributes
 from hcp.rebinding.places import places
 from hcp.rebinding.records import _contents
 
@@ -964,6 +965,124 @@ def test_what_the_walk_does_not_know_is_found_by_asking_the_groups(layouts, name
     ):
         pytest.fail("the context was entered")
     assert set(elsewhere(model, layouts, exclude=[unknown])) == set(before)
+
+
+def says_no(*args):
+    raise RuntimeError(f"not ready, {len(args)} arguments")
+
+
+class Unready:
+    """A proxy whose object is not there yet, as of packages that make proxies."""
+
+    def __init__(self, held):
+        object.__setattr__(self, "held", held)
+
+    __getattr__ = __bool__ = __len__ = __iter__ = __eq__ = __hash__ = __repr__ = says_no
+
+
+class Unanswering(Unready):
+    __getattribute__ = says_no
+
+
+class ClassUnready(Unready):
+    __class__ = property(says_no)
+
+
+class AttributesUnready(Unready):
+    __dict__ = property(says_no)
+
+
+class SaysModule(Unready):
+    __class__ = property(lambda self: nn.Module)
+
+
+class SlotUnready:
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+
+class SlotHidden(SlotUnready):
+    __slots__ = ()
+    held = property(says_no, SlotUnready.held.__set__)
+
+
+class LazyDict(dict):
+    items = keys = values = get = __iter__ = __contains__ = __getitem__ = __len__ = says_no
+
+
+class LazyList(list):
+    __iter__ = __getitem__ = __len__ = says_no
+
+
+class LazyTuple(tuple):
+    __iter__ = __getitem__ = __len__ = says_no
+
+
+class LazyError(RuntimeError):
+    args = property(says_no)
+
+
+class UnnamedKey(str):
+    __repr__ = __str__ = says_no
+
+
+class Unhashable:
+    """A key that has lost its hash."""
+
+    def __init__(self):
+        self.hashed = False
+
+    def __hash__(self):
+        return says_no(self) if self.hashed else setattr(self, "hashed", True) or 1
+
+
+NO_MODULE = type("NoModule", (Holder,), {"__module__": None})
+
+STRANGERS = {
+    **{kind.__name__: kind for kind in Unready.__subclasses__()},
+    "Unready": Unready,
+    "SlotHidden": SlotHidden,
+    "NoModule": NO_MODULE,
+    "LazyDict": lambda g: Holder(LazyDict(held=g)),
+    "LazyList": lambda g: Holder(LazyList([g])),
+    "LazyTuple": lambda g: Holder(LazyTuple([g])),
+    "LazyError": LazyError,
+    "UnnamedKey": lambda g: Holder({UnnamedKey("a"): g}),
+    "Unhashable": lambda g: Holder({Unhashable(): g}),
+    "in strangers": lambda g: Unready(Unanswering({"deep": LazyList([g])})),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_elsewhere_is_found_and_named_though_it_answers_no_question(layouts, name):
+    model = Model(layouts[0], cp_size=1)
+    before = elsewhere(model, layouts)
+    stranger = STRANGERS[name](layouts[0].cp)
+    assert len(set(elsewhere(model, layouts)) - set(before)) == 1
+    with (
+        pytest.raises(
+            ValueError, match=r"strict: \d+ place(.|\n)*holds the group 'cp' of train_pgs"
+        ),
+        hcp.eval_cp_context(model, *layouts, strict=True),
+    ):
+        pytest.fail("the context was entered")
+    assert elsewhere(model, layouts, exclude=[stranger]) == before
+    with hcp.eval_cp_context(model, *layouts):
+        assert model.cp_size == 4
+
+
+@pytest.mark.parametrize("kind", [Unready, *Unready.__subclasses__(), NO_MODULE])
+def test_a_stranger_in_the_model_is_switched_though_it_answers_no_question(layouts, kind):
+    model = Model(layouts[0], cp_size=1)
+    model.strangers = [kind(layouts[0].cp)]
+    before = len(hcp.find_slots(Model(layouts[0], cp_size=1), *layouts))
+    assert len(hcp.find_slots(model, *layouts)) == before + 1
+    for strict in (False, True):
+        with hcp.eval_cp_context(model, *layouts, strict=strict):
+            assert own_attributes(model.strangers[0]) == {"held": layouts[1].cp}
+    assert own_attributes(model.strangers[0]) == {"held": layouts[0].cp}
 
 
 def test_strict_finds_what_is_new_elsewhere_though_the_model_is_the_same(layouts):

@@ -8,6 +8,7 @@ import torch
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.derived import Names
+from hcp.rebinding.looks import has, is_a, own_attributes
 from hcp.rebinding.packages import PackageRules
 from hcp.rebinding.rules import Rule
 
@@ -30,9 +31,9 @@ def _is_delta_net(holder: Any) -> bool:
     """Whether a module is a gated delta net, by its method and its cp_size. KDA is one. Versions of
     Megatron-Core keep the classes in different places."""
     return (
-        isinstance(holder, torch.nn.Module)
-        and hasattr(holder, _DELTA_METHOD)
-        and type(getattr(holder, "cp_size", None)) is int
+        is_a(holder, torch.nn.Module)
+        and has(holder, _DELTA_METHOD)
+        and type((own_attributes(holder) or {}).get("cp_size")) is int
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hcp.groups.process_groups import ProcessGroups
+from hcp.rebinding.looks import has, is_a
 from hcp.rebinding.packages import PackageRules
 from hcp.rebinding.rules import Rule
 
@@ -15,11 +16,7 @@ _METHOD = "set_context_parallel_group"
 
 def _is_attention(holder: Any) -> bool:
     """Whether a module has the method and the attributes of Transformer Engine's attention."""
-    return (
-        isinstance(holder, torch.nn.Module)
-        and hasattr(holder, _METHOD)
-        and hasattr(holder, "cp_global_ranks")
-    )
+    return is_a(holder, torch.nn.Module) and has(holder, _METHOD) and has(holder, "cp_global_ranks")
 
 
 def _arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
