@@ -1,8 +1,28 @@
-"""A base class for objects that hold connections of the process that made them."""
+"""Objects that hold connections of the process that made them: no other process may use them."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, Self
+
+from hcp.errors import HcpError
+
+
+def expect_here(process: int, what: str) -> None:
+    """Raise HcpError in a process that was forked from the one that made an object."""
+    if process != os.getpid():
+        raise elsewhere(what)
+
+
+def elsewhere(what: str) -> HcpError:
+    """Make the error of a process that would use the connections or threads of its parent."""
+    return HcpError(
+        f"{what} is used in process {os.getpid()}, forked from the one that made it, whose "
+        "connections it shares and whose threads it lacks; expected it to be used there: give a "
+        "DataLoader's worker, or another child, samples and plans, and let it call nothing that "
+        "communicates",
+        code="other-process",
+    )
 
 
 class OfThisProcess:

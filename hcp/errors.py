@@ -20,6 +20,7 @@ Code = Literal[
     "metrics-differ",
     "no-data",
     "not-initialised",
+    "other-process",
     "other-thread",
     "plan-invalid",
     "pool-full",

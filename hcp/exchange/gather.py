@@ -6,6 +6,7 @@ torch.distributed's own collectives of objects want numpy, which torch does not 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -17,6 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hcp._digest import bytes_of
+from hcp._this_process import elsewhere
+
+_inherited: list[object] = []
+"""The process groups of the process from which this one was forked."""
+
+
+def _note_inherited() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _inherited.extend(dist.distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_note_inherited)
+
+
+def expect_own(group: dist.ProcessGroup | None) -> None:
+    """Raise HcpError if a group (None: the default one) is that of this process's parent. Rows of
+    two processes would mix on one connection, and the parent's ranks would end."""
+    if _inherited and any((group or dist.group.WORLD) is each for each in _inherited):
+        raise elsewhere("a process group")
 
 if TYPE_CHECKING:
     from hcp.exchange.transport import Transport
@@ -25,6 +45,7 @@ if TYPE_CHECKING:
 def all_gather_object(own: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather every rank's object, by rank of the group (None: the default one). All its ranks call
     it."""
+    expect_own(group)
     payload = pickle.dumps(own)
     device = dist.distributed_c10d._get_object_coll_device(group)
     lengths = [int(x) for x in _all_gather(torch.tensor([len(payload)], device=device), group)]

@@ -7,6 +7,7 @@ plan alone, and for testing many of them quickly.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp._ranges import ranged
+from hcp._this_process import expect_here
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
 from hcp.exchange.gather import NO_COUNT, Gathered, gathered_of
@@ -40,6 +42,11 @@ class _World:
         )
         self.gathered: dict[int, dict[int, tuple[bytes, float]]] = defaultdict(dict)
         self.failed: int | None = None
+        self.process = os.getpid()
+
+    def expect_here(self) -> None:
+        """Raise HcpError in a forked process, which has none of the other ranks."""
+        expect_here(self.process, "a rank of hcp.loopback")
 
     def wait_for(self, ready: Callable[[], bool], rank: int, what: str) -> None:
         """Wait, holding ``changed``, until ``ready()``. A rank that fails ends the wait at once."""
@@ -80,18 +87,21 @@ class LoopbackTransport:
         *,
         stamp: Stamp,
     ) -> Pending:
+        self._world.expect_here()
         copy_to_self(self.rank, sent, sends, received, receives)
         self.send(sent, sends, stamp)
         others = [m for m in receives if m.peer != self.rank]
         return _LoopbackPending(self, received, others, stamp)
 
     def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        self._world.expect_here()
         nothing = torch.empty(0, 0, device=self.device)
         self.send(nothing, [Move(peer, 0, 0) for peer in peers], stamp)
         for peer in peers:
             self.receive(peer, nothing, stamp)
 
     def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        self._world.expect_here()
         self._refused.add(refusal.call)
         with self._world.changed:
             for peer in peers:
@@ -138,6 +148,7 @@ class LoopbackTransport:
 
     def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
         world = self._world
+        world.expect_here()
         with world.changed:
             gathered = world.gathered[self._rounds]
             self._rounds += 1

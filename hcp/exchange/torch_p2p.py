@@ -34,6 +34,7 @@ from hcp.exchange.gather import (
     Gathered,
     block_of,
     block_size,
+    expect_own,
     read_blocks,
     size_needed,
 )
@@ -74,6 +75,7 @@ class TorchTransport:
         *,
         stamp: Stamp,
     ) -> Pending:
+        expect_own(self.group)
         copy_to_self(self.rank, sent, sends, received, receives)
         with _named(self, peers_of(self.rank, (*sends, *receives))):
             headers = self._headers(stamp, sends, receives)
@@ -107,6 +109,7 @@ class TorchTransport:
         return dist.P2POp(call, rows, group=self.group, tag=tag, group_peer=peer)
 
     def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        expect_own(self.group)
         moves = [*map(_to, peers), *self._callers(stamp)]
         peers = self.meet_to_agree(stamp, peers_of(self.rank, moves))
         if peers:
@@ -131,6 +134,7 @@ class TorchTransport:
             raise differing(self.rank, own, peer, said["fields"])
 
     def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        expect_own(self.group)
         self.stamps.refused.add(refusal.call)
         if self.device.type != "cpu":  # where nobody's host waits for this rank
             self.board.write(refusal.reason)
@@ -158,6 +162,7 @@ class TorchTransport:
         return unlabel(self.rank, what, read_blocks(blocks, self.rank))
 
     def _all_gather(self, block: Tensor) -> Tensor:
+        expect_own(self.group)
         own = block.to(self.device)
         blocks = own.new_empty(self.size * len(own))
         with _named(self, [r for r in range(self.size) if r != self.rank]):

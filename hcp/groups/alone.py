@@ -38,7 +38,7 @@ def initialize_alone(what: str, device: torch.device | str | None = None) -> Non
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    atexit.register(_finalize)
+    atexit.register(_finalize, os.getpid())
     _log.info(
         "one process, started without torchrun: hcp made a job of one rank on the %s",
         "GPU (NCCL)" if on_gpu else "CPU (Gloo)",
@@ -53,7 +53,7 @@ def not_initialised(what: str, found: str = "") -> HcpError:
     )
 
 
-def _finalize() -> None:
-    """End the job at exit, as torch asks for."""
-    if dist.is_initialized():
+def _finalize(process: int) -> None:
+    """End the job at exit of the process that began it, as torch asks for."""
+    if dist.is_initialized() and os.getpid() == process:
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hcp._core import Grid
 from hcp._words import TransportName
 from hcp.exchange.connect import connect
+from hcp.exchange.gather import expect_own
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.groups.alone import not_initialised
 from hcp.groups.grids import ROLES, groups_of_level
@@ -104,6 +105,7 @@ class Creator:
 
     def destroy(self) -> None:
         while self._created:
+            expect_own(self._created[-1])
             group = self._created.pop()
             # The default group's end is the end of all others.
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
@@ -124,6 +126,7 @@ def new_group(
     """
     require_initialised("process groups are created")
     whole = dist.group.WORLD
+    expect_own(whole)
     assert whole is not None
     device, whole.bound_device_id = whole.bound_device_id, None
     try:

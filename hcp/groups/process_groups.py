@@ -15,6 +15,7 @@ from hcp._this_process import OfThisProcess
 from hcp._validate import expect_size
 from hcp._words import TransportName
 from hcp.errors import HcpError
+from hcp.exchange.gather import expect_own
 from hcp.exchange.peer import BUFFER_BYTES
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors, views_of_all
@@ -253,6 +254,7 @@ class ProcessGroups(OfThisProcess):
         is timed. Every rank of the job calls it."""
         device = self.transport.device
         for group in (*self._groups.values(), *self._hierarchy):
+            expect_own(group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def report(self) -> dict[str, list[str]]:

@@ -13,6 +13,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+from hcp._this_process import expect_here
+
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned")
 
@@ -85,12 +87,13 @@ class Worker:
 
     def __init__(self, name: str = "hcp-plan-ahead") -> None:
         calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
-        self._calls = calls
+        self._calls, self._process = calls, os.getpid()
         self.end = weakref.finalize(self, calls.put, None)
         """End the thread after the calls that it was given."""
         threading.Thread(target=_run, args=(calls,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Planned]) -> Call[Planned]:
+        expect_here(self._process, "a thread that plans ahead")
         call = Call(function)
         _under_way.add(1)
         self._calls.put(call)
