@@ -23,7 +23,14 @@ from hcp import ops
 from hcp.attention.checks import check, check_options, scale_of, window_of
 from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, scores_of_sinks, wide
 from hcp.attention.layer import as_kernels_take
-from hcp.exchange.agreement import Kind, Stamp, agree_once, refuse_transforms, rows_like
+from hcp.exchange.agreement import (
+    Kind,
+    LayerName,
+    Stamp,
+    agree_once,
+    refuse_transforms,
+    rows_like,
+)
 from hcp.exchange.calls import Calls
 from hcp.exchange.layout import Layout, Span
 from hcp.exchange.move import copy_rows
@@ -399,6 +406,7 @@ class CrossAttention:
                 Choice(self._kernel_family, softcap),
                 (self._origin, origin),
                 number,
+                self._calls.layer(),
             )
 
         return self._calls.make("cross_attention", attended, everywhere=True)
@@ -421,6 +429,7 @@ def _cross_attention(
     choice: Choice,
     origins: tuple[Origin, Origin],
     number: int,
+    layer: LayerName,
 ) -> tuple[Tensor, Tensor]:
     check(query[:0], key[:0], value[:0], sinks, 0, transport.device)
     for name, x, rows in (("key", key, route.source_rows), ("value", value, route.source_rows)):
@@ -442,7 +451,7 @@ def _cross_attention(
         softcap=choice.softcap,
         sinks=sinks is not None,
     )
-    stamp = Stamp(kind, number)
+    stamp = Stamp(kind, number, layer=layer)
     agree_once(transport, route, stamp)
     whole = copy_rows(transport, route, [rows_of(key), rows_of(value)], stamp)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)

@@ -24,6 +24,7 @@ from hcp.attention.kernels import Kernel, Launch
 from hcp.attention.layer import Layer, backward, forward, run_of
 from hcp.attention.prepared import Prepared, Run
 from hcp.exchange.agreement import LayerName
+from hcp.exchange.units import expect_no_unit, without_units
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Latent rows (n, W) to keys (n, G, D) and values (n, G, E), each row from its own alone."""
@@ -97,6 +98,7 @@ def attention(
 
     Other arguments: as in :func:`hcp.attention.layer.attention`.
     """
+    expect_no_unit("expand", expand)
     expansion = Expansion(expand, parameters, _autocast_of(query))
     how = layer, prepared, expansion, number, name
     out, lse = _LatentAttention.apply(query, key, value, sinks, how, *parameters)  # type: ignore[no-untyped-call]
@@ -133,7 +135,7 @@ class Expansion(NamedTuple):
 
     def of(self, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (n, G, D) and values (n, G, E) of rows (n, W), for queries (n, H, D)."""
-        with self.autocast.again():
+        with self.autocast.again(), without_units("expand"):
             expanded = self.function(rows)
         return check_expanded(expanded, rows, query)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,24 +14,39 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hcp.exchange.agreement import Kind, Moves, Refusal, Stamp, agree_once, rows_like
+from hcp.exchange.agreement import (
+    Kind,
+    LayerName,
+    Moves,
+    Refusal,
+    Stamp,
+    agree_once,
+    rows_like,
+)
+from hcp.exchange.callers import calling_module
 from hcp.exchange.tables import Origin
 from hcp.exchange.transport import Transport
 
 _T = TypeVar("_T")
+_log = logging.getLogger("hcp")
 
 
 class Calls:
     """Numbers the calls that a group makes, and those that the whole domain makes."""
 
-    def __init__(self, transport: Transport, origin: Origin, group: range) -> None:
-        self._transport, self._origin = transport, origin
+    def __init__(
+        self, transport: Transport, origin: Origin, group: range, sites: bool = False
+    ) -> None:
+        """``sites``: whether calls are also named by the lines of source that they come from."""
+        self._transport, self._origin, self._sites = transport, origin, sites
         self.group = group
         """The ranks that compute this rank's sequences."""
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of the group's calls."""
         self._domain_numbers: Iterator[int] = itertools.count(1)
         self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._nameless = 0
+        """Calls of layers that no module with a name has made."""
 
     def make(self, operation: str, work: Callable[[int], _T], *, everywhere: bool = False) -> _T:
         """Do the work of a call, given its number. The group makes the call or (``everywhere``) the
@@ -62,11 +78,33 @@ class Calls:
             self.refuse(operation, next(self.numbers), error)
             raise
 
+    def layer(self, warns: bool = False) -> LayerName:
+        """Name the layer that makes a call: its module, and the lines of source where they are
+        wanted. ``warns``: of the second call that no module with a name makes."""
+        if len(self.group) < 2:  # nobody compares
+            return None
+        module = calling_module()
+        if module == "" and warns:
+            self._nameless += 1
+            if self._nameless == 2:
+                _warn_of_nameless()
+        if not self._sites:
+            return module or None
+        return f"{module} ({call_site()})" if module else call_site()
+
     def stamp(
-        self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int | str
+        self,
+        operation: str,
+        number: int,
+        x: Tensor,
+        dtype: torch.dtype,
+        *,
+        everywhere: bool = False,
+        **options: int | str,
     ) -> Stamp:
         """The stamp of a call whose rows are like those of x. Ranks whose rows need gradients wait
-        for the others in the backward, so all of them must."""
+        for the others in the backward, so all of them must. ``everywhere``: a call of the domain,
+        which ranks with and without rows may make in different places."""
         if x.requires_grad and torch.is_grad_enabled():
             options["gradients"] = "x.requires_grad"
         key = operation, x.dtype, x.shape[1:], dtype, *options.values()
@@ -75,12 +113,26 @@ class Calls:
             to = str(dtype).removeprefix("torch.")
             given = {"x": rows_like(x), "dtype": to, **options}
             kind = self._kinds[key] = Kind(operation, self._origin, **given)
-        return Stamp(kind, number)
+        return Stamp(kind, number, layer=None if everywhere else self.layer())
 
     def agree(self, moves: Moves, stamp: Stamp) -> Stamp:
         """Compare the first call of a kind with the peers of these moves, and return its stamp."""
         agree_once(self._transport, moves, stamp)
         return stamp
+
+
+_warnings = itertools.count()
+
+
+def _warn_of_nameless() -> None:
+    """Log it once in a process."""
+    if next(_warnings) == 0:
+        _log.warning(
+            "cp.attention is called again by no module that a model holds, at %s: ranks that call "
+            "such layers in different orders cannot be told apart, and would use each other's "
+            "rows; hold layers in a torch.nn.Module, or name them: cp.attention(..., layer=)",
+            call_site(),
+        )
 
 
 def call_site() -> str:

@@ -28,6 +28,7 @@ from hcp.exchange.routes import Routes
 from hcp.exchange.states import Maps, Parts, Rule, StatePasses, linear, pass_states
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
+from hcp.exchange.units import guarded
 
 
 class RowCalls:
@@ -58,7 +59,7 @@ class RowCalls:
         def moved(number: int) -> Tensor:
             route = self._routes.dispatch(reverse=reverse)
             back = self._routes.dispatch(reverse=not reverse)
-            stamp = self._agree(operation, number, x, route, route, dtype)
+            stamp = self._agree(operation, number, x, route, route, dtype, everywhere=True)
             return move_rows(self._transport, x, route, back, stamp, dtype)
 
         return self._calls.make(operation, moved, everywhere=True)
@@ -72,7 +73,7 @@ class RowCalls:
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected {sequences} sequences")
             check_rows(x, sequences, self._transport.device)
             refuse_transforms("combine_by_sequence", x)
-            stamp = self._calls.stamp("combine_by_sequence", number, x, x.dtype)
+            stamp = self._calls.stamp("combine_by_sequence", number, x, x.dtype, everywhere=True)
             return copy_rows_of(self._transport, path, x, self._calls.agree(path, stamp))
 
         return self._calls.make("combine_by_sequence", combined, everywhere=True)
@@ -127,16 +128,17 @@ class RowCalls:
 
         def passed(number: int) -> Parts:
             parts, first = self._expect_maps(maps), _expect_initial(initial)
+            of_two, of_state = guarded("combine", combine), guarded("apply", apply)
             dtype = functools.reduce(torch.promote_types, [x.dtype for x in (*parts, *first)])
             wide = torch.promote_types(dtype, torch.float32)
             start = tuple(x.to(wide).unsqueeze(0) for x in first)
 
             def started(given: Parts) -> Parts:
                 count = len(given[0])
-                found = apply(given, tuple(x.expand(count, *x.shape[1:]) for x in start))
+                found = of_state(given, tuple(x.expand(count, *x.shape[1:]) for x in start))
                 return tuple(found)
 
-            rule = Rule(combine, apply, started, start)
+            rule = Rule(of_two, of_state, started, start)
             made = Maps(tuple(x.to(wide) for x in parts), rule)
             others = ", ".join(str(rows_like(part)) for part in (*made.parts[1:], *start))
             stamp = self._calls.stamp("pass_maps", number, made.parts[0], wide, others=others)
@@ -236,12 +238,15 @@ class RowCalls:
         route: Route,
         callers: Moves,
         dtype: torch.dtype | None = None,
+        *,
+        everywhere: bool = False,
         **options: int | str,
     ) -> Stamp:
         """Check the rows of a call, and compare it with the ranks that make the same."""
         check_rows(x, route.source_rows, self._transport.device, dtype)
         refuse_transforms(operation, x)
-        stamp = self._calls.stamp(operation, number, x, dtype or x.dtype, **options)
+        given = operation, number, x, dtype or x.dtype
+        stamp = self._calls.stamp(*given, everywhere=everywhere, **options)
         return self._calls.agree(callers, stamp)
 
     def sum_over_group(self, x: Tensor) -> Tensor:

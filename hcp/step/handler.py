@@ -26,7 +26,7 @@ from hcp.attention.schedules import Schedules
 from hcp.attention.sparse import SparseAttention
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms
-from hcp.exchange.calls import Calls, call_site
+from hcp.exchange.calls import Calls
 from hcp.exchange.layout import (
     Layout,
     halo_rows,
@@ -109,12 +109,11 @@ class ContextParallelHandler(OfThisProcess):
         self.layout = layout
         self.micro_batch = micro_batch
         self._origin = Origin(plan.checksum, step, micro_batch)
-        self._stamp_call_sites = stamp_call_sites
         self.scan_type: ScanType = scan_type
         """How recurrent layers get past the borders of ranks, as it was asked for."""
         self._scan_choices: dict[scans.ScanSizes, scans.ScanChoice] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
-        self._calls = calls = Calls(transport, self._origin, group)
+        self._calls = calls = Calls(transport, self._origin, group, stamp_call_sites)
         self.rows = layout.rows
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
@@ -348,9 +347,10 @@ class ContextParallelHandler(OfThisProcess):
         (n, G, E) of any latent rows (n, W), each from its own row alone. It is called for the rows
         of each launch, and again in the backward. ``parameters``: the tensors with gradients that
         it uses (default: those of ``expand``, where it is a module), none of which is made from
-        another; their gradients are this rank's share. Rotate queries and latent rows before, where
-        they need it. Not under the comm types that exchange heads, "a2a" and "a2a+p2p", nor in
-        compiled layers.
+        another; their gradients are this rank's share. Ranks call it different numbers of times: it
+        may call no module that FSDP or ZeRO-3 gathers by itself. Rotate queries and latent rows
+        before, where they need it. Not under the comm types that exchange heads, "a2a" and
+        "a2a+p2p", nor in compiled layers.
 
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
@@ -358,8 +358,8 @@ class ContextParallelHandler(OfThisProcess):
         # A compiled layer's call gets its number when it is run. Not is_compiling(), which is also
         # true where another thread compiles.
         number = 0 if torch.compiler.is_dynamo_compiling() else next(self._calls.numbers)
-        if layer is None and self._stamp_call_sites and number:
-            layer = call_site()
+        if layer is None and number:
+            layer = self._calls.layer(warns=True)
         try:
             if expand is not None:
                 latent.check_options(value, rotary_pos_emb)
@@ -753,7 +753,8 @@ class ContextParallelHandler(OfThisProcess):
         this rank's share.
 
         Both functions take and give tuples of tensors (n, ...), are differentiable, and may be
-        called with n = 0. They use PyTorch's operations on each of the n alone. Returns tensors
+        called with n = 0; ranks call them different numbers of times, as ``expand`` in
+        ``attention``. They use PyTorch's operations on each of the n alone. Returns tensors
         (N, ...), those of the state. Every rank of the group calls it, those without rows too.
         """
         return self._rows.pass_maps(maps, combine, apply, initial)
