@@ -1,6 +1,6 @@
 """Print what extras of pyproject.toml require, one line each, without building hcp.
 
-    python .github/extras.py demo test | python -m pip install --requirement /dev/stdin
+python .github/extras.py demo test | python -m pip install --requirement /dev/stdin
 """
 
 from __future__ import annotations

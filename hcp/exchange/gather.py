@@ -38,6 +38,7 @@ def expect_own(group: dist.ProcessGroup | None) -> None:
     if _inherited and any((group or dist.group.WORLD) is each for each in _inherited):
         raise elsewhere("a process group")
 
+
 if TYPE_CHECKING:
     from hcp.exchange.transport import Transport
 
