@@ -464,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
         if not asks_for_help(argv):
-            require_packages("calibrate", "torch", "tqdm")
+            require_packages("calibrate", "torch")
         args = parse_arguments(argv)
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "hcp calibrate")

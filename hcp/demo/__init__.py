@@ -33,4 +33,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_packages() -> None:
-    require_packages("the demo", "torch", "matplotlib", "tqdm")
+    require_packages("the demo", "torch")

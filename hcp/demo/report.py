@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -216,11 +217,15 @@ class Reporter:
             summary["largest_loss_difference"] = loss_difference(runs)
             summary["speedup"] = runs[-1].tokens_per_second / runs[0].tokens_per_second
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        draw_losses(runs, self.folder / "loss.png")
+        files = ["metrics.jsonl", "summary.json", "plan.svg"]
+        if importlib.util.find_spec("matplotlib") is not None:
+            draw_losses(runs, self.folder / "loss.png")
+            files.insert(2, "loss.png")
         firsts = {NAMES[run.scheduler]: run.first_plan for run in runs if run.first_plan}
         write_file(self.folder / "plan.svg", timeline_svg(firsts))
         print("\n" + table(runs, EVALUATION_TOLERANCES[self.args.dtype]))
-        print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.svg", flush=True)
+        no_picture = "" if "loss.png" in files else "; loss.png needs: pip install matplotlib"
+        print(f"\n{self.folder}: {', '.join(files)}{no_picture}", flush=True)
 
 
 def make_folder(asked: str | None) -> Path:

@@ -182,3 +182,28 @@ def test_a_program_whose_trainer_is_absent_says_so_in_one_line(
     absent = f"{package} megatron"
     done = run_without(absent, tmp_path, "-m", *f"hcp.integrations.{module}".split())
     assert re.search(rf"{package} is not installed, expected .*: pip install", only_line(done))
+
+
+# ---- no matplotlib, no tqdm ----------------------------------------------------------------------
+
+MODEL = "--ranks 1 --num-layers 1 --hidden-size 32 --ffn-hidden-size 64"
+STEP = "--train-iters 1 --global-batch-size 2 --max-length 60 --max-seqlen-per-dp-cp-rank 80"
+
+
+def test_the_demo_draws_no_picture_without_matplotlib_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in "abcdef":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"{name} to be or not to be")
+    options = f"demo {MODEL} {STEP} --data texts --eval-documents 2 --run-dir run"
+    done = run_without("matplotlib tqdm", tmp_path, "-m", "hcp", *options.split())
+    assert done.returncode == 0, done.stderr
+    assert "plan.svg; loss.png needs: pip install matplotlib" in done.stdout
+    written = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert written == ["metrics.jsonl", "plan.svg", "summary.json"]
+
+
+def test_calibrate_needs_no_tqdm(tmp_path: Path) -> None:
+    options = f"calibrate {MODEL} --repeats 1 --max-tokens-per-rank 512 --accept-errors --out cost"
+    done = run_without("matplotlib tqdm", tmp_path, "-m", "hcp", *options.split())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cost").exists()
