@@ -19,8 +19,9 @@ class MemoryModel:
 
     ``rows`` are those of the fullest rank of the group, and ``tokens`` those of its sequences. The
     second term is 0 for a group of one rank, and otherwise rounded up for each sequence. Alignment
-    may add ``alignment - 1`` rows, which count as a sequence of as many tokens on that rank. In a pipeline a stage keeps up to ``pipeline_stages``
-    micro-batches at once: divide its memory by that.
+    may add ``alignment - 1`` rows, which count as a sequence of as many tokens on that rank. In a
+    pipeline a stage keeps up to ``pipeline_stages`` micro-batches at once: divide its memory by
+    that.
     """
 
     activation: int = 0

@@ -433,8 +433,8 @@ def plan(
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
-    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor. The plan of none has no
-    micro-batches: :func:`hcp.dispatch` then yields nothing, on any rank.
+    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor. The plan of none has
+    no micro-batches: :func:`hcp.dispatch` then yields nothing, on any rank.
     ``ranks``: size of the domain.
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal

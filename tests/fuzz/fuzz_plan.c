@@ -244,6 +244,7 @@ static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   lists arrays;
   take_lists(&b, &limits, n, &arrays);
   cost.pairs = take_pairs(&b, lengths, n, pairs);
+  if (cost.pairs != NULL && take(&b, 0, 1)) cost.token = 0;
   int32_t effort = take(&b, 0, 15) ? 1 : 2;
   hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, NULL, &plan, &err);
   if (status == HCP_OK) {

@@ -443,9 +443,9 @@ def test_rows_are_refused_before_bytes():
 def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
     config = Config(40, memory=ALL_GATHER)
     message = (
-        "lengths[1] is 40: the fullest of 4 ranks would need 173 bytes with what alignment may add, "
-        "expected <= 60 (memory.limit); use more ranks, a smaller alignment, a comm type that holds "
-        "fewer keys, more head_chunks, recompute activations and calibrate again"
+        "lengths[1] is 40: the fullest of 4 ranks would need 173 bytes with what alignment may "
+        "add, expected <= 60 (memory.limit); use more ranks, a smaller alignment, a comm type that "
+        "holds fewer keys, more head_chunks, recompute activations and calibrate again"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         config.plan([3, 40], ranks=4, alignment=4)

@@ -132,7 +132,9 @@ class Layer:
         tokens = rows * degree
         limits = {"max_tokens_per_rank": tokens + padding, "min_degree": degree}
         limits["alignment"] = rows + padding if padding else 1
-        memory = hcp.MemoryModel(attention=chunks, head_chunks=chunks, limit=rows if not padding else 0)
+        memory = hcp.MemoryModel(
+            attention=chunks, head_chunks=chunks, limit=rows if not padding else 0
+        )
         plan = hcp.plan([tokens], ranks=degree, memory=memory, **limits)  # type: ignore[arg-type]
         options: Any = {"comm_types": [comm_type], "hierarchical_context_parallel_sizes": levels}
         handler = type("Handler", (hcp.ContextParallelHandler,), {"kernel_family": family})

@@ -21,8 +21,7 @@ FULL_SPEED = 65_536
 """Slowness of the fastest rank."""
 COST_BITS = 62
 ROWS_MAX, LENGTH_MAX = 2**31 - 1, 2**40
-PRICES = ("pair", "token", "exchange", "launch", "exchange_far", "all_to_all")
-PRICES += ("all_to_all_far", "step", "window", "tile")
+PRICES = ["pair", "token", "exchange", "launch", "exchange_far", "all_to_all", "step", "tile"]
 
 Request = dict[str, Any]
 
@@ -243,7 +242,8 @@ def _bad_list(request: Request) -> str | None:
         return "speeds"
     if not all(1 <= length <= LENGTH_MAX for length in request["lengths"]):
         return "lengths"
-    if any(own > n * n for own, n in zip(request.get("pairs") or [], request["lengths"])):
+    own = request.get("pairs") or [0] * len(request["lengths"])
+    if any(pairs > n * n for pairs, n in zip(own, request["lengths"], strict=True)):
         return "pairs"
     for i in range(len(request["lengths"])):
         least, most = _bounds_of(request, i)
