@@ -1378,7 +1378,10 @@ def resume_a_stream(rank, size, folder):
     straight = record(make_trainer(size, folder, data=Stream(), **saved))["logged"]
     again = make_trainer(size, folder, data=Stream(), **options)
     again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return straight, [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    with pytest.raises(ValueError, match="the checkpoint is of epoch 1 of a stream, expected 0"):
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return straight, losses
 
 
 @CANNOT_RESUME
