@@ -113,7 +113,8 @@ test-trainer-transformers: FORCE
 	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
 	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
 OF_TRANSFORMERS = $(wildcard tests/integrations/test_transformers*.py) \
-  $(addprefix tests/integrations/,test_integrations.py test_recurrent.py test_rotary.py)
+  $(addprefix tests/integrations/test_,columns.py integrations.py loader_state.py recurrent.py \
+  rotary.py)
 
 sweep-transformers: setup-test $(WITH)transformers
 	PYTHONPATH=$(CURDIR)/tests $(PY) -m support.sweep --write

@@ -18,7 +18,7 @@ from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
 from hcp.step.config import Config
 from hcp.step.dispatch import Step, dispatch
-from hcp.step.fields import Sample
+from hcp.step.fields import Given
 
 __all__ = ["plan_in_driver", "planned_step", "sequence_weights"]
 
@@ -49,7 +49,7 @@ def plan_in_driver(
 
 def planned_step(
     sent: dict[str, Any],
-    samples: Sequence[Sample],
+    samples: Sequence[Given],
     groups: ProcessGroups,
     config: Config,
     **options: Any,

@@ -30,7 +30,7 @@ from hcp.integrations.torchtitan.batches import (
 )
 from hcp.integrations.torchtitan.checks import alignment_of, check_supported
 from hcp.integrations.torchtitan.experts import StandIns
-from hcp.step.fields import Sample
+from hcp.step.fields import Given
 
 
 class _Read(NamedTuple):
@@ -123,7 +123,7 @@ class ContextParallelTrainer(Trainer):
         waiting: deque[_Read] = deque()
         collator = collator_of(self.planner, self.groups, alignment=self.alignment)
 
-        def shares() -> Iterator[hcp.Read[Sample]]:
+        def shares() -> Iterator[hcp.Read[Given]]:
             for read in self._read(super_batches):
                 waiting.append(read)
                 yield hcp.Read(collator.samples_of(documents_of(*read.batch)))

@@ -15,7 +15,7 @@ import hcp
 from hcp.integrations.loader import eval_groups, eval_layout
 from hcp.integrations.torchtitan.batches import collator_of, documents_of, model_inputs
 from hcp.step.dispatch import Passage
-from hcp.step.fields import Sample
+from hcp.step.fields import Given
 
 
 class ContextParallelValidator(Validator):
@@ -53,7 +53,7 @@ class ContextParallelValidator(Validator):
         collator = collator_of(self.planner, groups, alignment=self.alignment)
         shares = (hcp.Read(collator.samples_of(read)) for read in self._documents())
 
-        def make(share: hcp.Read[Sample], passage: Passage) -> hcp.Step | None:
+        def make(share: hcp.Read[Given], passage: Passage) -> hcp.Step | None:
             step = collator.step_of(share, passage)
             return step if step.plan.lengths else None  # no rank has any documents left
 
