@@ -13,6 +13,13 @@ from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS, Config
 _SCHEDULER = "--sequence-packing-scheduler"
 
 
+_PACKING = {
+    "pad_packed_seq_alignment": "it pads no micro-batch",
+    "thd_max_packed_sequences": "a micro-batch has as many sequences as the plan gives it",
+}
+"""Options of branch dev's packing, and why they do not go with hcp."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add hcp's flags to Megatron-LM's parser, and hcp's schedulers to a flag that it has."""
     own = parser._option_string_actions.get(_SCHEDULER)
@@ -37,6 +44,9 @@ def take_options(args: Any) -> Config:
             f"neither --dynamic-context-parallel nor {_SCHEDULER} is given, expected one of them: "
             "hcp plans every micro-batch; run the script without hcp for Megatron-LM's own"
         )
+    for name, why in _PACKING.items():
+        if _of(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with hcp: {why}")
     config = config_from_args(args)
     hide_options(args)
     return config
@@ -111,8 +121,6 @@ def _refused(args: Any, config: Config) -> Iterator[tuple[str, str]]:
         "fp4": "it was not tested",
         "overlap_moe_expert_parallel_comm": "hcp does not split a micro-batch",
         "fim_data": "it was not tested",
-        "pad_packed_seq_alignment": "it pads no micro-batch",
-        "thd_max_packed_sequences": "a micro-batch has as many sequences as the plan gives it",
     }
     for name, why in fixed.items():
         if _of(args, name):
