@@ -59,7 +59,6 @@ def test_evaluation_and_test_sets_do_not_depend_on_the_eval_layout(
     [
         (2, ("linear",)),
         (4, ("dist.eval_context_parallel_size=4",)),
-        (2, ("model.pipeline_model_parallel_size=2", "model.max_seqlen_per_dp_cp_rank=16")),
     ],
 )
 def test_dynamic_cp_has_the_losses_of_one_rank(folder, ranks, overrides):

@@ -103,6 +103,31 @@ def test_an_evaluation_is_drawn_and_planned_ahead_and_no_further_than_it_goes(st
     assert counted == drawn
 
 
+# ---- Megatron-Bridge ---------------------------------------------------------------------------
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("stages", "experts", "expected"),
+    [(2, None, (True, "alltoall")), (1, None, (False, "allgather")), (2, 4, (True, "allgather"))],
+)
+def test_bridges_stages_of_a_dense_model_get_a_dispatcher_that_takes_any_rows(
+    monkeypatch, stages, experts, expected
+):
+    """Megatron-Core refuses its default with rows that vary, experts or not."""
+    from hcp.integrations.megatron.bridge import dynamic
+
+    for name in ("_check", "check_batches", "_args_of"):
+        monkeypatch.setattr(dynamic, name, lambda *given: None)
+    groups = SimpleNamespace(size=lambda role: 1)
+    monkeypatch.setattr(hcp.ProcessGroups, "from_existing", lambda collection: groups)
+    model = SimpleNamespace(pipeline_model_parallel_size=stages, num_moe_experts=experts)
+    vars(model).update(variable_seq_lengths=False, moe_token_dispatcher_type="allgather")
+    state = SimpleNamespace(cfg=SimpleNamespace(model=model))
+    dynamic.DynamicContextParallel().set_up(state, None)
+    assert (model.variable_seq_lengths, model.moe_token_dispatcher_type) == expected
+
+
 # ---- versions and options ------------------------------------------------------------------------
 
 
