@@ -16,6 +16,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 NAME = "hcp.integrations.megatron.launch"
 
@@ -42,10 +43,9 @@ def run(script: str) -> None:
     import torch
 
     from hcp.integrations.megatron.lm.seams import install
-    from hcp.programs.launch import InputError, fail
+    from hcp.programs.launch import InputError
 
     on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    rank = int(os.environ.get("RANK", 0))
     try:
         install()
         if not torch.cuda.is_available():
@@ -54,12 +54,23 @@ def run(script: str) -> None:
             require_helpers()
             on_cpu = megatron_lm_on_cpu()
     except ImportError as error:
-        sys.exit(fail(error, rank, NAME))
+        _end(error)
     try:
         with on_cpu:
             runpy.run_path(script, run_name="__main__")
     except InputError as error:
-        sys.exit(fail(error, rank, NAME))
+        _end(error)
+
+
+def _end(error: Exception) -> NoReturn:
+    """Say what is refused and end at once: the launcher then ends the other ranks, before each
+    says the same."""
+    from hcp.programs.launch import fail
+
+    code = fail(error, int(os.environ.get("RANK", 0)), NAME)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
