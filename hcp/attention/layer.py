@@ -29,7 +29,6 @@ from hcp.attention.key_transfer import cut, rotated_back, summed
 from hcp.attention.prepared import Prepared, Run, make_run
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
-from hcp.exchange.transport import rows_of
 
 
 class Layer(NamedTuple):
@@ -253,7 +252,7 @@ def _sent_keys(
     if rotary is not None and run.packs:
         stage = run.schedule.stages[1]
         key, sent = torch.ops.hcp.rotate_pack.default(
-            key, *rotary, [rows_of(value)], stage.pack, stage.sent_rows
+            key, *rotary, [dense_heads(value.flatten(1))], stage.pack, stage.sent_rows
         )
     elif rotary is not None:
         key = rotary.rotate(key)
