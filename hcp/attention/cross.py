@@ -38,14 +38,6 @@ from hcp.exchange.tables import Entry, Move, Origin
 from hcp.exchange.transport import Transport, rows_of
 
 
-class Document(NamedTuple):
-    """A document of a sequence. Most sequences are one."""
-
-    sequence: int
-    number: int
-    """Among those of its sequence."""
-
-
 class TokenRun(NamedTuple):
     """Consecutive tokens of a document on one rank."""
 
@@ -91,13 +83,16 @@ class Visibility(NamedTuple):
 
 
 class RankSpans:
-    """The tokens that each rank holds of each document of a micro-batch."""
+    """The tokens that each rank holds of each document of a micro-batch. A document has the number
+    of its sequence, from the second of a sequence on plus 2^32 for each one before it."""
 
     def __init__(self, layout: Layout) -> None:
-        self.documents: dict[int, list[Document]] = {}
+        self.documents: dict[int, list[int]] = {}
         """The documents of each rank's group, in order."""
-        self.lengths: dict[Document, int] = {}
-        self._runs: dict[tuple[int, Document], list[TokenRun]] = {}
+        self.lengths: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        """How many documents each sequence has."""
+        self._runs: dict[tuple[int, int], list[TokenRun]] = {}
         for group in layout.plan.micro_batches[layout.micro_batch]:
             ranks = range(group.first_rank, group.first_rank + group.degree)
             self._add([Layout(layout.plan, layout.micro_batch, rank) for rank in ranks])
@@ -105,8 +100,7 @@ class RankSpans:
     def _add(self, layouts: Sequence[Layout]) -> None:
         """The layouts of a group's ranks."""
         whole = layouts[0].documents
-        own = _named(whole)
-        self.lengths |= {name: document.rows for name, document in zip(own, whole, strict=True)}
+        own = [self._numbered(document) for document in whole]
         for layout in layouts:
             self.documents[layout.rank] = own
             row = 0
@@ -115,16 +109,15 @@ class RankSpans:
                 runs.append(TokenRun(start - whole[number].start, row, rows))
                 row += rows
 
-    def of(self, rank: int, document: Document) -> list[TokenRun]:
+    def _numbered(self, document: Span) -> int:
+        before = self.counts.get(document.sequence, 0)
+        self.counts[document.sequence] = before + 1
+        number = document.sequence + (before << 32)
+        self.lengths[number] = document.rows
+        return number
+
+    def of(self, rank: int, document: int) -> list[TokenRun]:
         return self._runs.get((rank, document), [])
-
-
-def _named(documents: Sequence[Span]) -> list[Document]:
-    named: list[Document] = []
-    for sequence, _, _ in documents:
-        goes_on = named and named[-1].sequence == sequence
-        named.append(Document(sequence, named[-1].number + 1 if goes_on else 0))
-    return named
 
 
 class KeyRoute:
@@ -170,18 +163,18 @@ class KeyRoute:
         self.pack = _table(pack, 2)
         self.arrange = _table([(wire, rows) for _, wire, rows in sorted(stores)], 2)
 
-    def _visibility(self, document: Document) -> Visibility:
+    def _visibility(self, document: int) -> Visibility:
         queries, keys = self._query_spans.lengths, self._key_spans.lengths
         return Visibility(queries[document], keys[document], *self.window)
 
-    def _query_runs(self, rank: int, document: Document) -> list[TokenRun]:
+    def _query_runs(self, rank: int, document: int) -> list[TokenRun]:
         """A rank's queries of a document; all as one run where no window tells them apart."""
         runs = self._query_spans.of(rank, document)
         if self.window != (-1, -1) or not runs:
             return runs
         return [TokenRun(0, runs[0].row, sum(run.rows for run in runs))]
 
-    def _seen(self, rank: int, document: Document) -> list[range]:
+    def _seen(self, rank: int, document: int) -> list[range]:
         """Keys of a document that queries of a rank see: ascending ranges with gaps between."""
         visibility = self._visibility(document)
         seen: list[range] = []
@@ -193,7 +186,7 @@ class KeyRoute:
                 seen.append(keys)
         return seen
 
-    def _carried(self, owner: int, reader: int) -> Iterator[tuple[Document, int, int, int]]:
+    def _carried(self, owner: int, reader: int) -> Iterator[tuple[int, int, int, int]]:
         """Keys of an owner that a reader sees, in the order of the wire: (document, place among all
         that the reader sees of it, the owner's row, rows)."""
         for document in self._query_spans.documents.get(reader, ()):
@@ -248,16 +241,12 @@ def _check_sequences(queries: Layout, keys: Layout) -> None:
 
 def _check_documents(queries: RankSpans, keys: RankSpans) -> None:
     """Raise ValueError unless sequences have as many documents of queries as of keys."""
-    counts = [
-        {document.sequence: document.number + 1 for document in spans.lengths}
-        for spans in (queries, keys)
-    ]
-    for sequence, count in counts[0].items():
-        if counts[1][sequence] != count:
+    for sequence, count in queries.counts.items():
+        if keys.counts[sequence] != count:
             raise ValueError(
                 f"sequence {sequence} has {count} documents in the queries' plan and "
-                f"{counts[1][sequence]} in the keys', expected as many: the queries of a document "
-                "see the keys of the document of its number"
+                f"{keys.counts[sequence]} in the keys', expected as many: queries see the keys of "
+                "the document of their own's number"
             )
 
 
