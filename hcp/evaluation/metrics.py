@@ -90,11 +90,7 @@ class Metrics:
         if problem:
             return self._share_with_stages({}, problem)
         names = sorted({name for sums in by_rank for name in sums})
-        totals = {
-            # Correctly rounded, so that the order of ranks does not show.
-            name: Metric(*(math.fsum(s[name][i] for s in by_rank) for i in (0, 1)), name=name)
-            for name in names
-        }
+        totals = {name: _summed(name, [sums[name] for sums in by_rank]) for name in names}
         return self._share_with_stages(totals, None)
 
     def _share_with_stages(
@@ -115,6 +111,12 @@ class Metrics:
                 code="metrics-differ",
             )
         return named[0] if named else {}
+
+
+def _summed(name: str, pairs: Sequence[Sequence[float]]) -> Metric:
+    """Correctly rounded, so that the order of ranks does not show."""
+    totals, counts = zip(*pairs, strict=True)
+    return Metric(math.fsum(totals), math.fsum(counts), name)
 
 
 def _problem_of(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> str | None:

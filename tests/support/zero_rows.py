@@ -173,7 +173,7 @@ def found_by(groups: Any, plan: dict[str, Any], call: Call, dtype: torch.dtype) 
         finite = x.double().masked_fill(x.isinf(), 0)
         total = total + (finite * given.weights_of(name, kind, x)).sum()
         found[name] = x.dtype, in_place(x if made.counts(kind) else x * 0, rows, count)
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     for name, (leaf, rows, count) in given.leaves.items():
         assert leaf.grad is not None, f"{name} has no gradient on rank {made.cp.layout.rank}"
         shares = made.cp.degree or name not in given.parameters
