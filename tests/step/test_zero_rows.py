@@ -345,7 +345,6 @@ def test_states_by_rounds_equal_one_rank(
 # ---- what a rank without rows has ----------------------------------------------------------------
 
 OUTSIDE = {
-    "comm_choices": (),
     "comm_types": ("p2p",),
     "cu_seqlens": [0],
     "default_comm_type": "p2p",
@@ -371,6 +370,7 @@ OTHERS = {
     "arrive",  # these bring tables to the device
     "pin",
     "choose_scan",
+    "comm_choices",
     "scan_choices",
     "layout",
     "micro_batch",
