@@ -24,6 +24,7 @@ from hcp.groups.alone import initialize_alone
 from hcp.groups.create import Creator, timeout_of
 from hcp.groups.grids import ROLES, check_levels, data_parallel_size
 from hcp.groups.process_groups import CREATED, ProcessGroups
+from hcp.groups.roll_call import naming_silent_ranks
 
 
 def build_process_groups(
@@ -68,19 +69,21 @@ def build_process_groups(
         dp = data_parallel_size(tp, cp, dp, pp, len(ranks))
         grid = Grid(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
         check_levels(hierarchical, cp)
-    creator = Creator(
-        agree_on_layout(grid, ranks, tuple(hierarchical)),
-        backend=None if parent is None else dist.get_backend(parent),
-        timeout=timeout or timeout_of(parent or dist.group.WORLD),
-    )
-    groups = {role: creator.create_role(role, grid) for role in ROLES}
-    levels = creator.create_levels(grid, hierarchical)
-    duplicate = creator.create_role("transport", grid, "dp_cp")
+    with naming_silent_ranks("build_process_groups"):
+        creator = Creator(
+            agree_on_layout(grid, ranks, tuple(hierarchical)),
+            backend=None if parent is None else dist.get_backend(parent),
+            timeout=timeout or timeout_of(parent or dist.group.WORLD),
+        )
+        groups = {role: creator.create_role(role, grid) for role in ROLES}
+        levels = creator.create_levels(grid, hierarchical)
+        duplicate = creator.create_role("transport", grid, "dp_cp")
+        connected = creator.connect(duplicate, transport, peer_buffer_bytes)
     level_names = [f"hcp[{i}]" for i in range(len(levels))]
     return ProcessGroups(
         groups,
         dict.fromkeys((*groups, *level_names, "transport"), CREATED),
-        creator.connect(duplicate, transport, peer_buffer_bytes),
+        connected,
         grid,
         creator,
         None,

@@ -22,6 +22,7 @@ from hcp.groups.agree import agree_on_layout, tell_others_of_errors, views_of_al
 from hcp.groups.create import Creator, require_initialised, timeout_of
 from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, levels_within, resized
 from hcp.groups.planning import Lane, Planning
+from hcp.groups.roll_call import naming_silent_ranks
 
 CREATED, SHARED, GIVEN = "created", "shared", "given"
 """The origins of a collection's group: see ``ProcessGroups.report``."""
@@ -106,19 +107,21 @@ class ProcessGroups(OfThisProcess):
             groups = _find_groups(collection)
             ranks = dist.get_process_group_ranks(groups["dp_cp"])
             fitted_here = fit_grid(groups, order)
-        views = views_of_all((ranks, fitted_here))
-        creator = Creator(
-            [list(range(dist.get_world_size()))],
-            backend=dist.get_backend(groups["dp_cp"]),
-            timeout=timeout or timeout_of(groups["dp_cp"]),
-        )
-        duplicate = creator.create("transport", sorted({tuple(view[0]) for view in views}))
+        with naming_silent_ranks("ProcessGroups.from_existing"):
+            views = views_of_all((ranks, fitted_here))
+            creator = Creator(
+                [list(range(dist.get_world_size()))],
+                backend=dist.get_backend(groups["dp_cp"]),
+                timeout=timeout or timeout_of(groups["dp_cp"]),
+            )
+            duplicate = creator.create("transport", sorted({tuple(view[0]) for view in views}))
+            connected = creator.connect(duplicate, transport, peer_buffer_bytes)
         grids = {view[1] for view in views}
         fitted = grids.pop() if len(grids) == 1 else None
         return cls(
             groups,
             {**dict.fromkeys(groups, GIVEN), "transport": CREATED},
-            creator.connect(duplicate, transport, peer_buffer_bytes),
+            connected,
             None if fitted is None else Grid(**dict(fitted), order=order),
             creator,
             collection,
@@ -146,23 +149,25 @@ class ProcessGroups(OfThisProcess):
         with tell_others_of_errors():
             expect_size("peer_buffer_bytes", peer_buffer_bytes)
             dimensions, grid = grid_of_mesh(mesh, names or {})
-        creator = Creator(
-            agree_on_layout(grid, list(range(dist.get_world_size()))),
-            backend=None,
-            timeout=timeout or timeout_of(dist.group.WORLD),
-        )
-        groups = {
-            role: mesh.get_group(dimensions[role])
-            if role in dimensions
-            else creator.create_role(role, grid)
-            for role in ROLES
-        }
-        duplicate = creator.create_role("transport", grid, "dp_cp")
+        with naming_silent_ranks("ProcessGroups.from_device_mesh"):
+            creator = Creator(
+                agree_on_layout(grid, list(range(dist.get_world_size()))),
+                backend=None,
+                timeout=timeout or timeout_of(dist.group.WORLD),
+            )
+            groups = {
+                role: mesh.get_group(dimensions[role])
+                if role in dimensions
+                else creator.create_role(role, grid)
+                for role in ROLES
+            }
+            duplicate = creator.create_role("transport", grid, "dp_cp")
+            connected = creator.connect(duplicate, transport, peer_buffer_bytes)
         origins = {role: GIVEN if role in dimensions else CREATED for role in ROLES}
         return cls(
             groups,
             {**origins, "transport": CREATED},
-            creator.connect(duplicate, transport, peer_buffer_bytes),
+            connected,
             grid,
             creator,
         )
@@ -227,16 +232,17 @@ class ProcessGroups(OfThisProcess):
             if hierarchical is None:
                 hierarchical = levels_within(size, [level.size() for level in self._hierarchy])
             check_levels(hierarchical, size)
-        agree_on_layout(grid, self._creator.own_parent, tuple(hierarchical))
-        shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
-        creator = self._creator.again()
-        groups = {
-            role: self._groups[role] if role in shared else creator.create_role(role, grid)
-            for role in self.roles
-        }
+        with naming_silent_ranks("with_context_parallel"):
+            agree_on_layout(grid, self._creator.own_parent, tuple(hierarchical))
+            shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
+            creator = self._creator.again()
+            groups = {
+                role: self._groups[role] if role in shared else creator.create_role(role, grid)
+                for role in self.roles
+            }
+            levels = creator.create_levels(grid, hierarchical)
         origins = {role: SHARED if role in shared else CREATED for role in self.roles}
         origins["transport"] = SHARED
-        levels = creator.create_levels(grid, hierarchical)
         origins |= {f"hcp[{i}]": CREATED for i in range(len(levels))}
         return ProcessGroups(
             groups, origins, self.transport, grid, creator, None, levels, self._planning

@@ -332,9 +332,10 @@ class ContextParallelHandler(OfThisProcess):
         ``rotary_pos_emb``: rotates queries and keys first, as ``apply_rotary_pos_emb`` does both,
         in fewer passes: what ``rotary`` gives, once for all layers, or a table of its ``freqs``.
 
-        ``layer``: the layer's number or name. Ranks compare it, so that two layers of one kind that
-        ranks call in different orders are an error, as calls of different kinds are without it. A
-        compiled layer's is not compared.
+        ``layer``: the layer's number or name, by default the path of the module that calls. Ranks
+        compare it, so that two layers of one kind that ranks call in different orders are an error,
+        as calls of different kinds are. A compiled layer's is not compared. Needed where no module
+        holds the layer.
 
         ``mask``: the name of one of the plan's masks (default: the first), in a plan that has some.
         It says what tokens see, in place of ``causal``; ``window_size`` is a limit in addition.

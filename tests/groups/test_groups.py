@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import math
+import os
 import pickle
 import re
 from datetime import timedelta
@@ -651,3 +652,45 @@ def test_the_transport_inherits_the_timeout_of_the_job():
     results = try_ranks(2, wait_for_a_rank_that_left, group_timeout=5)
     assert results[0].kind == "HcpError"
     assert "rank 0" in results[0].message
+
+
+def stay_away(step):
+    """Come to no further step of the building, until all others have left."""
+    store = dist.distributed_c10d._get_default_store()
+    if step == "dies":
+        os._exit(3)
+    store.wait(["0 left", "2 left"], timedelta(seconds=100))
+    raise SystemExit
+
+
+def build_until_one_stays_away(rank, size, at, step):
+    create, gather, made = dist.new_group, dist.all_gather, itertools.count()
+
+    def counted(call):
+        def called(*args, **kwargs):
+            if rank == 1 and next(made) == at:
+                stay_away(step)
+            return call(*args, **kwargs)
+
+        return called
+
+    dist.new_group, dist.all_gather = counted(create), counted(gather)
+    try:
+        build_process_groups()
+    except SystemExit:
+        return None
+    except hcp.HcpError as error:
+        return str(error)
+    finally:
+        dist.new_group, dist.all_gather = create, gather
+        if rank != 1:
+            dist.distributed_c10d._get_default_store().set(f"{rank} left", "")
+
+
+@pytest.mark.parametrize(("at", "step"), [(0, "stops"), (2, "dies"), (10, "stops")])
+def test_a_rank_that_stays_away_while_groups_are_built_is_named(at, step):
+    results = try_ranks(3, build_until_one_stays_away, at, step, group_timeout=5, timeout=100)
+    for rank in (0, 2):
+        assert results[rank].startswith(f"rank {rank}: build_process_groups failed; "), results
+        assert "ranks [1] have ended, are stopped, or wait" in results[rank]
+        assert results[rank].endswith("[HCP-rank-late]")
