@@ -93,18 +93,21 @@ class Calls:
         return f"{module} ({call_site()})" if module else call_site()
 
     def stamp(
-        self,
-        operation: str,
-        number: int,
-        x: Tensor,
-        dtype: torch.dtype,
-        *,
-        everywhere: bool = False,
-        **options: int | str,
+        self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int | str
     ) -> Stamp:
-        """The stamp of a call whose rows are like those of x. Ranks whose rows need gradients wait
-        for the others in the backward, so all of them must. ``everywhere``: a call of the domain,
-        which ranks with and without rows may make in different places."""
+        """The stamp of a call whose rows are like those of x."""
+        return Stamp(self._kind(operation, x, dtype, options), number, layer=self.layer())
+
+    def domain_stamp(self, operation: str, number: int, x: Tensor, dtype: torch.dtype) -> Stamp:
+        """The same of a call of the domain, which ranks with and without rows may make in different
+        modules."""
+        return Stamp(self._kind(operation, x, dtype, {}), number)
+
+    def _kind(
+        self, operation: str, x: Tensor, dtype: torch.dtype, options: dict[str, int | str]
+    ) -> Kind:
+        """Ranks whose rows need gradients wait for the others in the backward, so all of them
+        must."""
         if x.requires_grad and torch.is_grad_enabled():
             options["gradients"] = "x.requires_grad"
         key = operation, x.dtype, x.shape[1:], dtype, *options.values()
@@ -113,7 +116,7 @@ class Calls:
             to = str(dtype).removeprefix("torch.")
             given = {"x": rows_like(x), "dtype": to, **options}
             kind = self._kinds[key] = Kind(operation, self._origin, **given)
-        return Stamp(kind, number, layer=None if everywhere else self.layer())
+        return kind
 
     def agree(self, moves: Moves, stamp: Stamp) -> Stamp:
         """Compare the first call of a kind with the peers of these moves, and return its stamp."""

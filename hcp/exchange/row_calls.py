@@ -59,7 +59,9 @@ class RowCalls:
         def moved(number: int) -> Tensor:
             route = self._routes.dispatch(reverse=reverse)
             back = self._routes.dispatch(reverse=not reverse)
-            stamp = self._agree(operation, number, x, route, route, dtype, everywhere=True)
+            self._check(operation, x, route, dtype)
+            stamp = self._calls.domain_stamp(operation, number, x, dtype or x.dtype)
+            self._calls.agree(route, stamp)
             return move_rows(self._transport, x, route, back, stamp, dtype)
 
         return self._calls.make(operation, moved, everywhere=True)
@@ -73,7 +75,7 @@ class RowCalls:
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected {sequences} sequences")
             check_rows(x, sequences, self._transport.device)
             refuse_transforms("combine_by_sequence", x)
-            stamp = self._calls.stamp("combine_by_sequence", number, x, x.dtype, everywhere=True)
+            stamp = self._calls.domain_stamp("combine_by_sequence", number, x, x.dtype)
             return copy_rows_of(self._transport, path, x, self._calls.agree(path, stamp))
 
         return self._calls.make("combine_by_sequence", combined, everywhere=True)
@@ -237,17 +239,18 @@ class RowCalls:
         x: Tensor,
         route: Route,
         callers: Moves,
-        dtype: torch.dtype | None = None,
-        *,
-        everywhere: bool = False,
         **options: int | str,
     ) -> Stamp:
         """Check the rows of a call, and compare it with the ranks that make the same."""
+        self._check(operation, x, route)
+        stamp = self._calls.stamp(operation, number, x, x.dtype, **options)
+        return self._calls.agree(callers, stamp)
+
+    def _check(
+        self, operation: str, x: Tensor, route: Route, dtype: torch.dtype | None = None
+    ) -> None:
         check_rows(x, route.source_rows, self._transport.device, dtype)
         refuse_transforms(operation, x)
-        given = operation, number, x, dtype or x.dtype
-        stamp = self._calls.stamp(*given, everywhere=everywhere, **options)
-        return self._calls.agree(callers, stamp)
 
     def sum_over_group(self, x: Tensor) -> Tensor:
         """Sum x over the ranks that compute these sequences."""
