@@ -20,13 +20,13 @@ from torch import Tensor
 from hcp._digest import bytes_of
 from hcp._this_process import elsewhere
 
-_inherited: list[object] = []
+inherited: list[object] = []
 """The process groups of the process from which this one was forked."""
 
 
 def _note_inherited() -> None:
     if dist.is_available() and dist.is_initialized():
-        _inherited.extend(dist.distributed_c10d._world.pg_map)
+        inherited.extend(dist.distributed_c10d._world.pg_map)
 
 
 os.register_at_fork(after_in_child=_note_inherited)
@@ -35,7 +35,7 @@ os.register_at_fork(after_in_child=_note_inherited)
 def expect_own(group: dist.ProcessGroup | None) -> None:
     """Raise HcpError if a group (None: the default one) is that of this process's parent. Rows of
     two processes would mix on one connection, and the parent's ranks would end."""
-    if _inherited and any((group or dist.group.WORLD) is each for each in _inherited):
+    if any((group or dist.group.WORLD) is each for each in inherited):
         raise elsewhere("a process group")
 
 

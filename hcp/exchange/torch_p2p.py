@@ -35,6 +35,7 @@ from hcp.exchange.gather import (
     block_of,
     block_size,
     expect_own,
+    inherited,
     read_blocks,
     size_needed,
 )
@@ -75,7 +76,8 @@ class TorchTransport:
         *,
         stamp: Stamp,
     ) -> Pending:
-        expect_own(self.group)
+        if inherited:
+            expect_own(self.group)
         copy_to_self(self.rank, sent, sends, received, receives)
         with _named(self, peers_of(self.rank, (*sends, *receives))):
             headers = self._headers(stamp, sends, receives)
