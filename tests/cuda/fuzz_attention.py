@@ -51,9 +51,9 @@ class Case:
 
     seed: int
     ranks: int
-    transport: str
+    transport: Any
     backend: str
-    comm_type: str
+    comm_type: Any
     lengths: tuple[int, ...]
     kinds: tuple[str, ...]
     """Of each sequence's mask, see ``support.masks``."""
@@ -135,8 +135,8 @@ class Case:
         """Queries, keys, values, and gradients of outputs and of log-sum-exps, on the GPU."""
         generator = torch.Generator("cuda").manual_seed(self.seed * 64 + sequence)
         (heads, groups), length = self.heads, self.lengths[sequence]
-        shapes = (heads, self.size), (groups, self.size), (groups, self.value_size)
-        shapes = *shapes, (heads, self.value_size)
+        keys = (groups, self.size), (groups, self.value_size)
+        shapes = (heads, self.size), *keys, (heads, self.value_size)
         drawn = [
             torch.randn(length, *shape, device="cuda", generator=generator).to(
                 getattr(torch, self.dtype)
@@ -204,7 +204,7 @@ def check(case: Case, groups: Any) -> Tensor | None:
         finite = lse.masked_fill(lse.isinf(), 0)
         ((out * own[3]).sum(dtype=torch.float64) + (finite * own[4]).sum()).backward()
         answers = {i: formula(case, case.seen(plan, i), rows) for i, rows in whole.items()}
-        found = out.detach(), lse.detach(), *(x.grad for x in leaves)
+        found = out.detach(), lse.detach(), *map(_grad_or_zero, leaves)
         for n, (name, rows) in enumerate(zip(RESULTS, found, strict=True)):
             _compare(case, name, rows, cuts, {i: answer[n] for i, answer in answers.items()})
     return None if sinks is None else _grad_or_zero(sinks)
@@ -244,8 +244,9 @@ def check_sinks(case: Case, shares: list[Tensor | None]) -> None:
     if not case.sinks:
         return
     plan = case.plan()
-    want = sum(formula(case, case.seen(plan, i), case.rows(i))[5] for i in range(len(case.lengths)))
-    found = sum(share.to("cuda").double() for share in shares if share is not None)
+    each = range(len(case.lengths))
+    want = torch.stack([formula(case, case.seen(plan, i), case.rows(i))[5] for i in each]).sum(0)
+    found = torch.stack([share.double() for share in shares if share is not None]).sum(0).cuda()
     error = float((found - want).abs().max()) / max(1.0, float(want.abs().max()))
     assert error <= MOST_ERROR[case.dtype], f"sinks' gradient: off by {error:.2e}"
 
@@ -313,11 +314,11 @@ class Gpus:
             return _told(error)
         return None
 
-    def _groups_by(self, transport: str) -> hcp.ProcessGroups:
+    def _groups_by(self, transport: Any) -> hcp.ProcessGroups:
         if transport not in self._groups:
             self._groups[transport] = hcp.build_process_groups(
                 transport=transport,
-                timeout=timedelta(seconds=20),  # type: ignore[arg-type]
+                timeout=timedelta(seconds=20),
             )
         return self._groups[transport]
 

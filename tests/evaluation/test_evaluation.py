@@ -526,19 +526,6 @@ def test_metrics_are_reduced_in_a_loopback():
     assert hcp.loopback(3, lambda groups: work(groups))[0] == hcp.Metric(6.0, 6.0)
 
 
-def test_metrics_are_reduced_in_a_loopback():
-    def work(groups):
-        metrics = hcp.Metrics(groups)
-        metrics.add_sum("a", groups.transport.rank + 1.0, 2)
-        total = metrics.reduce()["a"]
-        metrics.add_sum("late", math.inf if groups.transport.rank else 0.0, 1)
-        with pytest.raises(hcp.HcpError, match=r"rank \d: rank 1 of dp_cp added \[inf, 1.0\]"):
-            metrics.reduce()
-        return total
-
-    assert hcp.loopback(3, lambda groups: work(groups))[0] == hcp.Metric(6.0, 6.0)
-
-
 def add_what_cannot_be_summed(rank, size):
     """On both ranks of the second stage; the first one waits for it."""
     groups, said = hcp.build_process_groups(pp=2), []
