@@ -63,13 +63,10 @@ def inputs_of(cp: Any) -> list[Tensor]:
 
 def shard(root: Root, units: str, size: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     if units == "ZeRO-3":
         root.up.lin.weight.ds_id = 0  # type: ignore[assignment]  # as DeepSpeed marks it
-        return root
-    if units == "FSDP1":
-        root.up = FullyShardedDataParallel(root.up)  # type: ignore[assignment]
         return root
     mesh = init_device_mesh("cpu", (size,))
     for module in {"own": [root.up, root], "inner": [root.up.lin, root], "root": [root]}[units]:
@@ -88,7 +85,6 @@ def refused(rank: int, size: int, expand: Any, units: str) -> str:
 NAMED = {
     "own": "FSDPUp, which fully_shard",
     "inner": "FSDPLinear, which fully_shard",
-    "FSDP1": "FullyShardedDataParallel, which FullyShardedDataParallel",
     "ZeRO-3": "Linear, which ZeRO-3",
 }
 
@@ -168,3 +164,14 @@ def test_other_threads_may_call_their_units_meanwhile() -> None:
             unit(torch.zeros(1, 2))
     unit(torch.zeros(1, 2))
     assert len(seen) == 1
+
+
+def test_a_wrapper_that_shards_is_refused_too() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from hcp.exchange.units import expect_no_unit
+
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it wants a GPU
+    nn.Module.__init__(wrapper)
+    with pytest.raises(ValueError, match="expand calls FullyShardedDataParallel, which Fully"):
+        expect_no_unit("expand", nn.Sequential(wrapper))
