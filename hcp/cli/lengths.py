@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FIELDS = ("length", "lengths", "num_tokens", "n_tokens", "input_ids", "tokens")
+COUNTS = ("length", "lengths", "num_tokens", "n_tokens")
+"""Fields of a record that tell its length as a number."""
+FIELDS = (*COUNTS, "input_ids", "tokens")
 """Fields of a record that tell its length, in the order in which they are looked for: a number of
 tokens, or a list of them."""
 IDX_MAGIC = b"MMIDIDX\x00\x00"
@@ -42,19 +44,26 @@ def _read(source: str, field: str | None) -> list[int]:
             return of_megatron(Path(source).read_bytes(), source)
         if source.endswith(".parquet"):
             return of_parquet(source, field)
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+        text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: {error}") from None
+    text = text.removeprefix("\ufeff")
     if source.endswith(".jsonl") or text.lstrip().startswith("{"):
         return of_json_lines(text, source, field)
     return of_words(text, source)
 
 
 def of_words(text: str, source: str) -> list[int]:
+    if text.count("[") > 1:
+        raise ValueError(
+            f"{source} has {text.count('[')} lists, expected one list of lengths: lists of tokens, "
+            "one a line, are read from a file whose name ends in .jsonl"
+        )
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
     for i, word in enumerate(words):
-        if not word.isdecimal() or len(word) > 18:  # Python makes no int of thousands of digits
-            raise ValueError(f"{source}: [{i}] is {word!r:.40}, expected lengths in tokens")
+        # Python makes no int of thousands of digits.
+        if not word.isdecimal() or len(word) > 18 or int(word) == 0:
+            raise ValueError(f"{source}: [{i}] is {word!r:.40}, expected lengths in tokens, >= 1")
     return [int(word) for word in words]
 
 
@@ -69,8 +78,10 @@ def of_record(line: str, place: str, field: str | None) -> int:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}") from None
-    value = record[chosen(record, field, place)] if isinstance(record, dict) else record
-    return length_of(value, place)
+    if not isinstance(record, dict):
+        return length_of(record, place)
+    name = chosen(record, field, place)
+    return length_of(record[name], place, name)
 
 
 def of_parquet(source: str, field: str | None) -> list[int]:
@@ -82,7 +93,7 @@ def of_parquet(source: str, field: str | None) -> list[int]:
     file = parquet.ParquetFile(source)
     name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
     column = parquet.read_table(source, columns=[name]).column(name)
-    return [length_of(value, f"{source}: row {i}") for i, value in enumerate(column.to_pylist())]
+    return [length_of(value, f"{source}: row {i}", name) for i, value in enumerate(column.to_pylist())]
 
 
 def of_megatron(data: bytes, source: str) -> list[int]:
@@ -102,6 +113,10 @@ def of_megatron(data: bytes, source: str) -> list[int]:
     if sys.byteorder == "big":
         own.byteswap()
         ends.byteswap()
+    if min(own, default=0) < 0 or [0, *sorted(ends), sequences] != [0, *ends, sequences] or (
+        [*ends[:1], *ends[-1:]] != [0, sequences]
+    ):
+        raise ValueError(X)
     documents = (sum(own[a:b]) for a, b in itertools.pairwise(ends))
     return [length for length in documents if length > 0]
 
@@ -121,10 +136,17 @@ def shown(value: Any) -> str:
     return "an object" if isinstance(value, dict) else repr(str(value)[:40])
 
 
-def length_of(value: Any, place: str) -> int:
+def length_of(value: Any, place: str, name: str = "") -> int:
+    """`name`: of the field."""
     if isinstance(value, list):
+        if name in COUNTS or not all(isinstance(token, int) for token in value):
+            raise ValueError(
+                f"{place} is {shown(value)}, expected "
+                + ("a number of tokens" if name in COUNTS else "a list of tokens, integers")
+                + ": a record is one sequence"
+            )
         value = len(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**18:
         raise ValueError(
             f"{place} is {shown(value)}, expected a number of tokens >= 1 or a list of tokens "
             "(text has no length before a tokenizer)"

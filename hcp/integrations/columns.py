@@ -23,7 +23,10 @@ MASKS = ("completion_mask", "assistant_masks")
 _OF_TOKENS = (TOKENS, LABELS, *MASKS, PADDING, POSITIONS, TYPES)
 """Columns with a number for each token."""
 
-_OF_DOCUMENTS = ("cu_seq", "seq_idx", "segment_", "document_", "doc_ids", "sequence_ids")
+OF_DOCUMENTS = (
+    *("cu_seq", "seqlens", "seq_lens", "seq_idx", "segment_", "document_", "doc_ids"),
+    "sequence_ids",
+)
 """How columns begin that also say where documents end."""
 
 
@@ -158,7 +161,7 @@ def _integers(name: str, given: Any) -> Tensor:
 def _refuse_others(others: list[str]) -> None:
     if not others:
         return
-    bounds = [name for name in others if name.startswith(_OF_DOCUMENTS)]
+    bounds = [name for name in others if name.startswith(OF_DOCUMENTS)]
     if bounds:
         raise ValueError(
             f"a sample has {bounds[0]!r}, expected seq_lengths, or position_ids that start at 0 in "

@@ -369,6 +369,23 @@ def test_documents_with_padding_between_them_are_taken_from_their_places(names, 
 
 
 @needs_megatron
+def test_labels_that_do_not_count_are_left_out_of_the_loss():
+    sample = {"tokens": [5, 6, 7], "labels": torch.tensor([6, -100, 7])}
+    assert [each["loss_mask"] for each in sequences(sample)] == [[1.0, 0.0, 1.0]]
+    masked = {**sample, "loss_mask": torch.tensor([0, 0, 1])}
+    assert [each["loss_mask"] for each in sequences(masked)] == [[0.0, 0.0, 1.0]]
+
+
+@needs_megatron
+def test_samples_may_be_arrays_and_lists():
+    tokens = torch.tensor([5, 6, 7, 8])
+    expected = sequences({"tokens": tokens, "cu_seqlens": torch.tensor([0, 3, 4])})
+    for form in (torch.Tensor.numpy, torch.Tensor.tolist):
+        sample = {"tokens": form(tokens), "cu_seqlens": [0, 3, 4], "position_ids": [0, 1, 2, 0]}
+        assert sequences(sample) == expected
+
+
+@needs_megatron
 def test_bounds_of_queries_and_keys_are_read_where_they_are_equal():
     bounds = torch.tensor([0, 2, 5])
     sample = {"tokens": torch.arange(5), "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds.clone()}
@@ -434,7 +451,16 @@ def both(padded, real):
             {**both([0, 5], [0, 4]), "cu_seqlens_original": torch.tensor([0, 5])},
             "a sample has cu_seqlens, cu_seqlens_original, cu_seqlens_padded, expected cu_seqlens",
         ),
-        ({"seq_lens": torch.tensor([2, 3])}, "a sample has seq_lens, expected cu_seqlens"),
+        *[
+            ({name: torch.tensor([2, 3])}, f"a sample has {name}, expected cu_seqlens")
+            for name in ("seq_lens", "seq_lengths", "seqlens", "cu_seq_lens_q", "seq_idx")
+        ],
+        ({"segment_ids": torch.tensor([0, 0, 0, 1, 1])}, "a sample has segment_ids, expected"),
+        ({"original_seq_len": -1}, "original_seq_len is -1, expected at most 5 tokens, and at"),
+        ({"original_seq_len": torch.tensor([2, 3])}, r"original_seq_len is \[2, 3\], expected at"),
+        ({"original_seq_len": 2.5}, "original_seq_len is torch.float32, expected integers"),
+        ({"cu_seqlens": [0.0, 5.0]}, "cu_seqlens is torch.float32, expected integers"),
+        ({"cu_seqlens": "05"}, "cu_seqlens is '05', expected integers"),
     ],
 )
 def test_bounds_that_leave_tokens_out_are_refused(bounds, message):
@@ -451,6 +477,33 @@ def test_bounds_that_leave_tokens_out_are_refused(bounds, message):
         (
             {"tokens": torch.ones(2), "loss_mask": torch.tensor([0.5, 1])},
             "loss_mask has values other than 0 and 1",
+        ),
+        ({"tokens": "text"}, r"tokens is 'text', expected \(length,\)"),
+        ([5, 6], "a sample has list, expected 'tokens'"),
+        (
+            {"tokens": torch.ones(3), "labels": torch.ones(4)},
+            "labels has 4 rows in a sample of 3 tokens, expected as many",
+        ),
+        (
+            {"tokens": torch.ones(3), "loss_mask": torch.ones(2)},
+            "loss_mask has 2 rows in a sample of 3 tokens, expected as many",
+        ),
+        (
+            {
+                "tokens": torch.ones(3),
+                "labels": torch.tensor([1, -100, 2]),
+                "loss_mask": torch.ones(3),
+            },
+            "labels has -100 where loss_mask is 1, expected ids >= 0",
+        ),
+        ({"tokens": torch.tensor([1, -1, 1])}, "tokens has -1 where loss_mask is 1"),
+        (
+            {"tokens": torch.ones(3), "attention_mask": torch.ones(3)},
+            "attention_mask of the rows 0 to 2 is not Megatron's causal one",
+        ),
+        (
+            {"tokens": torch.ones(3), "position_ids": torch.arange(3).expand(3, 3)},
+            r"position_ids has shape \(3, 3\), expected \(length,\)",
         ),
     ],
 )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp.integrations.columns import OF_DOCUMENTS
+
 _READ = {
     ("cu_seqlens",): ("cu_seqlens", "cu_seqlens"),
     ("cu_seqlens", "cu_seqlens_padded"): ("cu_seqlens_padded", "cu_seqlens"),
@@ -20,8 +22,9 @@ _READ = {
 those of their lengths. Bridge's older samples say unpadded where others say padded."""
 
 _TWINS = {"cu_seqlens_kv": "cu_seqlens_q", "cu_seqlens_kv_padded": "cu_seqlens_q_padded"}
-BOUNDS = ("cu_seqlens", "seq_lens")
-"""Beginnings of the names of bounds and lengths. Those that are not read are refused."""
+BOUNDS = (*OF_DOCUMENTS, "seq_lengths")
+"""Beginnings of the names of bounds, lengths and numbers of documents. Those that are not read are
+refused."""
 
 
 def bounds_of(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
@@ -29,11 +32,7 @@ def bounds_of(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator
     length = len(rows["tokens"])
     given = _given(sample)
     if not given:
-        end = sample.get("original_seq_len")
-        stop = length if end is None else int(torch.as_tensor(end))
-        if stop > length:
-            raise ValueError(f"original_seq_len is {stop}, expected at most {length} tokens")
-        return iter([(0, stop)])
+        return iter([(0, _end_of(sample.get("original_seq_len"), length))])
     if tuple(sorted(given)) not in _READ:
         raise ValueError(
             f"a sample has {', '.join(sorted(given))}, expected cu_seqlens or cu_seqlens_q, alone "
@@ -46,17 +45,37 @@ def bounds_of(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator
     return iter(found)
 
 
+def _end_of(given: Any, length: int) -> int:
+    """Return the tokens of a sample of one sequence, without padding."""
+    if given is None:
+        return length
+    ends = _integers("original_seq_len", given)
+    if len(ends) != 1 or not 1 <= ends[0] <= length:
+        said = ends[0] if len(ends) == 1 else ends
+        raise ValueError(
+            f"original_seq_len is {said}, expected at most {length} tokens, and at least 1: the "
+            "length of the one sequence of the sample"
+        )
+    return ends[0]
+
+
+def _integers(name: str, given: Any) -> list[int]:
+    try:
+        values = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {given!r:.60}, expected integers: {error}") from None
+    if values.numel() and (values.is_floating_point() or values.dtype == torch.bool):
+        raise ValueError(f"{name} is {values.dtype}, expected integers")
+    numbers: list[int] = values.flatten().tolist()
+    return numbers
+
+
 def _given(sample: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return the bounds of a sample by name, without what fills up a batch, and each once."""
-    named = {name: value for name, value in sample.items() if str(name).startswith(BOUNDS)}
-    listed = {
-        name: torch.as_tensor(value).flatten().tolist()
-        for name, value in named.items()
-        if value is not None
-    }
     ends = {
-        name: list(itertools.takewhile(lambda bound: bound >= 0, bounds))
-        for name, bounds in listed.items()
+        name: list(itertools.takewhile(lambda bound: bound >= 0, _integers(name, value)))
+        for name, value in sample.items()
+        if value is not None and str(name).startswith(BOUNDS)
     }
     for twin, name in _TWINS.items():
         if twin in ends and name in ends:

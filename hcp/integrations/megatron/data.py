@@ -174,28 +174,41 @@ def _own_share(
 
 def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """Yield the sequences of a sample, each with tokens, labels and loss_mask, (length,)."""
-    if "tokens" not in sample:
-        raise ValueError(f"a sample has {sorted(sample)}, expected 'tokens' among them")
-    rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
+    rows = _rows_of(sample)
     for start, stop in bounds_of(sample, rows):
         if stop > start:
-            _check_document(sample, start, stop)
+            _check_document(sample, len(rows["tokens"]), start, stop)
             yield _complete({name: value[start:stop] for name, value in rows.items()})
 
 
-def _check_document(sample: Mapping[str, Any], start: int, stop: int) -> None:
+def _rows_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The rows of a sample, (length,) each."""
+    if not isinstance(sample, Mapping) or sample.get("tokens") is None:
+        given = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ValueError(f"a sample has {given}, expected 'tokens' among them")
+    rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
+    length = len(rows["tokens"])
+    for name, value in rows.items():
+        if len(value) != length:
+            raise ValueError(
+                f"{name} has {len(value)} rows in a sample of {length} tokens, expected as many"
+            )
+    return rows
+
+
+def _check_document(sample: Mapping[str, Any], length: int, start: int, stop: int) -> None:
     """Refuse rows that are not one causal document, such as several documents that
-    `reset_position_ids` and `reset_attention_mask` tell apart."""
+    `reset_position_ids` and `reset_attention_mask` tell apart. `length`: of the sample."""
     positions, mask = sample.get("position_ids"), sample.get("attention_mask")
     if positions is not None:
-        own = torch.as_tensor(positions).flatten()[start:stop]
+        own = _flat("position_ids", positions)[start:stop]
         counted = torch.arange(stop - start, device=own.device)
         if not any(torch.equal(own, counted + first) for first in (0, start)):
             raise ValueError(
                 f"position_ids of the rows {start} to {stop - 1} are {_short(own)}, expected 0, "
                 f"1, 2, ...: {_DOCUMENTS}"
             )
-    if mask is not None and not _is_causal(torch.as_tensor(mask), start, stop):
+    if mask is not None and not _is_causal(torch.as_tensor(mask), length, start, stop):
         raise ValueError(
             f"attention_mask of the rows {start} to {stop - 1} is not Megatron's causal one, "
             f"expected that or None: {_DOCUMENTS}"
@@ -208,8 +221,11 @@ _DOCUMENTS = (
 )
 
 
-def _is_causal(mask: Tensor, start: int, stop: int) -> bool:
-    """Whether a mask (..., tokens, tokens) hides from each row the later rows and no others."""
+def _is_causal(mask: Tensor, length: int, start: int, stop: int) -> bool:
+    """Whether a mask is (..., length, length), and hides from each row the later rows and no
+    others."""
+    if mask.shape[-2:] != (length, length):
+        return False
     own = mask.reshape(-1, *mask.shape[-2:])[:, start:stop, start:stop].bool()
     return torch.equal(own, torch.ones_like(own).triu(1))
 
@@ -219,7 +235,11 @@ def _short(values: Tensor) -> str:
     return f"[{shown}, ...]" if len(values) > 8 else f"[{shown}]"
 
 
-def _flat(name: str, value: Tensor) -> Tensor:
+def _flat(name: str, given: Any) -> Tensor:
+    try:
+        value = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {given!r:.60}, expected (length,): {error}") from None
     if value.dim() == 2 and value.shape[0] == 1:
         value = value[0]
     if value.dim() != 1:
@@ -234,8 +254,9 @@ def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     tokens = rows["tokens"].long()
     follows = "labels" not in rows
     labels = tokens.roll(-1) if follows else rows["labels"].long()
-    mask = rows.get("loss_mask")
-    mask = torch.ones(len(tokens), device=tokens.device) if mask is None else mask.float()
+    given = rows.get("loss_mask")
+    counts = torch.ones_like(tokens) if follows else labels >= 0
+    mask = (counts if given is None else given).float()
     if follows:  # nothing follows the last token
         mask = mask.clone()
         mask[-1] = 0.0
@@ -243,6 +264,11 @@ def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError(
             "loss_mask has values other than 0 and 1, expected only those: Megatron divides by "
             "their number"
+        )
+    if len(wrong := labels[(labels < 0) & (mask != 0)]):
+        raise ValueError(
+            f"{'tokens' if follows else 'labels'} has {int(wrong[0])} where loss_mask is 1, "
+            "expected ids >= 0, or a loss_mask of 0 there: Megatron's loss counts such rows"
         )
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
