@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COUNTS = ("length", "lengths", "num_tokens", "n_tokens")
-"""Fields of a record that tell its length as a number."""
-FIELDS = (*COUNTS, "input_ids", "tokens")
+FIELDS = ("length", "lengths", "num_tokens", "n_tokens", "input_ids", "tokens")
 """Fields of a record that tell its length, in the order in which they are looked for: a number of
 tokens, or a list of them."""
 IDX_MAGIC = b"MMIDIDX\x00\x00"
@@ -93,7 +91,8 @@ def of_parquet(source: str, field: str | None) -> list[int]:
     file = parquet.ParquetFile(source)
     name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
     column = parquet.read_table(source, columns=[name]).column(name)
-    return [length_of(value, f"{source}: row {i}", name) for i, value in enumerate(column.to_pylist())]
+    rows = enumerate(column.to_pylist())
+    return [length_of(value, f"{source}: row {i}", name) for i, value in rows]
 
 
 def of_megatron(data: bytes, source: str) -> list[int]:
@@ -113,10 +112,13 @@ def of_megatron(data: bytes, source: str) -> list[int]:
     if sys.byteorder == "big":
         own.byteswap()
         ends.byteswap()
-    if min(own, default=0) < 0 or [0, *sorted(ends), sequences] != [0, *ends, sequences] or (
-        [*ends[:1], *ends[-1:]] != [0, sequences]
-    ):
-        raise ValueError(X)
+    in_order = list(ends) == sorted(ends) and [*ends[:1], *ends[-1:]] == [0, sequences]
+    if min(own, default=0) < 0 or not in_order:
+        raise ValueError(
+            f"{source} is damaged: lengths from {min(own, default=0)}, bounds of documents from "
+            f"{min(ends, default=0)} to {max(ends, default=0)}, expected lengths >= 0 and bounds "
+            f"that go up from 0 to its {sequences} sequences"
+        )
     documents = (sum(own[a:b]) for a, b in itertools.pairwise(ends))
     return [length for length in documents if length > 0]
 
@@ -139,12 +141,13 @@ def shown(value: Any) -> str:
 def length_of(value: Any, place: str, name: str = "") -> int:
     """`name`: of the field."""
     if isinstance(value, list):
-        if name in COUNTS or not all(isinstance(token, int) for token in value):
+        if "len" in name or name.startswith(("n_", "num_")):
             raise ValueError(
-                f"{place} is {shown(value)}, expected "
-                + ("a number of tokens" if name in COUNTS else "a list of tokens, integers")
-                + ": a record is one sequence"
+                f"{place} is {shown(value)}, expected a number of tokens, as a record is one "
+                "sequence: write a line for each"
             )
+        if any(isinstance(token, list | dict) for token in value):
+            raise ValueError(f"{place} is a list of lists or objects, expected a list of tokens")
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**18:
         raise ValueError(

@@ -452,6 +452,10 @@ def index_of(documents: Sequence[Sequence[int]]) -> bytes:
         ("l.jsonl", b'{"length": 3, "own": [1]}', "own", [1]),
         ("l.jsonl", '{"length": 3, "text": "\u2028\x85"}\r\n[1]\n'.encode(), None, [3, 1]),
         ("l.idx", index_of([[3], [4, 5], []]), None, [3, 9]),
+        ("l.csv", b"\xef\xbb\xbf3\r\n1\r\n", None, [3, 1]),
+        ("l.jsonl", b'\xef\xbb\xbf{"length": 3}\r\n', None, [3]),
+        ("l.json", b'\xef\xbb\xbf{"length": 3}', None, [3]),
+        ("l.jsonl", b'{"tokens": ["a", "b"]}', None, [2]),
     ],
 )
 def test_lengths_are_read(
@@ -469,12 +473,26 @@ def test_lengths_are_read(
         ("l.jsonl", b'{"length": 0}', "line 1 is '0', expected a number of tokens >= 1"),
         ("l.jsonl", b'{"tokens": "some text"}', "text has no length before a tokenizer"),
         ("l.jsonl", b"{", "line 1: Expecting"),
+        ("l.json", b"[[1, 2, 3], [4, 5]]", "has 3 lists, expected one list of lengths"),
+        ("l.json", b"[1, 2, 3]\n[4, 5]", "has 2 lists, expected one list of lengths"),
+        ("l.txt", b"3 0 1", "[1] is '0', expected lengths in tokens, >= 1"),
+        ("l.jsonl", b'{"lengths": [100, 200]}', "line 1 is '[100, 200]', expected a number of tok"),
+        ("l.jsonl", b'{"num_tokens": [1]}', "line 1 is '[1]', expected a number of tokens"),
+        ("l.jsonl", b'{"input_ids": [[1, 2, 3]]}', "line 1 is a list of lists or objects"),
+        ("l.jsonl", b"1" * 30, "line 1 is '111111"),
         ("l.jsonl", b"[" * 100_000, "line 1: maximum recursion depth exceeded"),
         ("l.jsonl", b'{"length":' + b'{"a":' * 980 + b"1" + b"}" * 981, "line 1"),
         ("l.jsonl", b"1" * 5000, "line 1: Exceeds the limit"),
         ("l.txt", b"3 " + b"1" * 5000, "[1] is '111111"),
         ("l.idx", b"x", "does not begin as an index"),
         ("l.idx", index_of([[3], [4]])[:-1], "expected at least"),
+        ("l.idx", index_of([[3], [4]])[:-8] + struct.pack("<q", 1), "is damaged: lengths from 3"),
+        (
+            "l.idx",
+            index_of([[3], [4]])[:-16] + struct.pack("<2q", 2, 1),
+            "is damaged: lengths from",
+        ),
+        ("l.idx", index_of([[3], [-4]]), "is damaged: lengths from -4"),
     ],
 )
 def test_what_has_no_lengths_is_refused_with_its_place(
