@@ -701,6 +701,32 @@ def attend_with_megatrons_own_params(rank, size):
         handler_of(None, groups.cp)
 
 
+@needs_megatron
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("cu_seqlens_q", None),
+        ("cu_seqlens_q", [[0, 4, 12]]),
+        ("cu_seqlens_q", [0, 4, 12, -1]),
+        ("cu_seqlens_q", [0, 8, 4, 12]),
+        ("cu_seqlens_q", [1, 4, 12]),
+        ("cu_seqlens_q", [0.0, 4.0, 12.0]),
+        ("cu_seqlens_q", []),
+        ("cu_seqlens_q_padded", [1, 4, 12]),
+        ("cu_seqlens_kv_padded", [[0, 4, 12]]),
+    ],
+)
+def test_packed_params_whose_bounds_cannot_be_read_are_refused_by_name(name, bounds):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from hcp.integrations.megatron import handler_of
+
+    fields = {"cu_seqlens_q": torch.tensor([0, 4, 12])}
+    fields[name] = None if bounds is None else torch.tensor(bounds)
+    with pytest.raises(ValueError, match=f"packed_seq_params.{name} is .*, expected "):
+        handler_of(PackedSeqParams("thd", local_cp_size=1, **fields), None)
+
+
 def attend_between_padding(rank, size):
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -140,13 +140,15 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.Conte
 
 def _lengths_of(params: Any) -> tuple[list[int], list[int]]:
     """Return the lengths of sequences with padding, and those without it."""
-    real = params.cu_seqlens_q.tolist()
-    padded = real if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
+    real = _bounds_of(params, "cu_seqlens_q")
+    if real is None:
+        raise ValueError("packed_seq_params.cu_seqlens_q is None, expected bounds of its sequences")
+    padded = _bounds_of(params, "cu_seqlens_q_padded") or real
     for name, expected in (("cu_seqlens_kv", real), ("cu_seqlens_kv_padded", padded)):
-        given = getattr(params, name)
-        if given is not None and given.tolist() != expected:
+        given = _bounds_of(params, name)
+        if given is not None and given != expected:
             raise ValueError(
-                f"packed_seq_params.{name} is {given.tolist()}, expected {expected} as of the "
+                f"packed_seq_params.{name} is {given}, expected {expected} as of the "
                 "queries: hcp's layers are self-attention"
             )
     if len(real) != len(padded):
@@ -162,6 +164,21 @@ def _lengths_of(params: Any) -> tuple[list[int], list[int]]:
             "rows by cu_seqlens_q_padded, expected at most as many tokens"
         )
     return [room for room, _ in lengths if room], [own for room, own in lengths if room]
+
+
+def _bounds_of(params: Any, name: str) -> list[int] | None:
+    """Return bounds of sequences. ValueError unless they go up from 0."""
+    given = getattr(params, name)
+    if given is None:
+        return None
+    ends: list[int] = torch.as_tensor(given).tolist()
+    numbers = all(isinstance(end, int) for end in ends)
+    if not numbers or ends[:1] != [0] or len(ends) < 2 or ends != sorted(ends):
+        raise ValueError(
+            f"packed_seq_params.{name} is {ends}, expected integers (sequences + 1,) that go up "
+            "from 0"
+        )
+    return ends
 
 
 _WITHOUT_CHOICE: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")
