@@ -84,15 +84,17 @@ def of_record(line: str, place: str, field: str | None) -> int:
 
 def of_parquet(source: str, field: str | None) -> list[int]:
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
         advice = "python -m pip install pyarrow"
         raise ValueError(f"{source}: Parquet needs pyarrow: {advice}") from None
-    file = parquet.ParquetFile(source)
-    name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
-    column = parquet.read_table(source, columns=[name]).column(name)
-    rows = enumerate(column.to_pylist())
-    return [length_of(value, f"{source}: row {i}", name) for i, value in rows]
+    try:
+        file = parquet.ParquetFile(source)
+        name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
+        values = parquet.read_table(source, columns=[name]).column(name).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{source}: {error}") from None
+    return [length_of(value, f"{source}: row {i}", name) for i, value in enumerate(values)]
 
 
 def of_megatron(data: bytes, source: str) -> list[int]:

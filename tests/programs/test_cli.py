@@ -520,6 +520,10 @@ def test_lengths_of_a_column_of_parquet(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "data.parquet")
     assert read_lengths(str(tmp_path / "data.parquet")) == [3, 1]
     assert read_lengths(str(tmp_path / "data.parquet"), "n") == [7, 8]
+    for content in (b"", (tmp_path / "data.parquet").read_bytes()[:-4]):
+        (tmp_path / "cut.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cut\.parquet: Parquet"):
+            read_lengths(str(tmp_path / "cut.parquet"))
 
 
 def test_simulate_takes_lengths_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
