@@ -457,6 +457,8 @@ def _runs_of(length: int, positions: Any) -> tuple[tuple[int, int], ...] | None:
                 f"positions[{i}] is {positions[i]!r}, expected (first token, position): the first "
                 f"at token 0, tokens ascending and < {length}"
             )
+        if run[1] >= 2**63:
+            raise ValueError(f"positions[{i}] is {run}, expected a position < 2^63")
     if not runs:
         raise ValueError("positions is empty, expected (0, position of the first token) first")
     kept: list[tuple[int, int]] = []
