@@ -13,6 +13,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 from torch import nn
@@ -86,16 +87,19 @@ def _found(modules: list[nn.Module]) -> str:
 
 def _learn(innermost: nn.Module, outermost: nn.Module) -> None:
     """Name the modules inside of the outermost one that runs."""
-    global _names
     within = _within(outermost)
     _, path = within.get(id(innermost), (innermost, ()))
     place = None if _is_numbered(path) else _place_of(outermost)
-    learnt = {key: known for key, known in _names.items() if known[0]() is not None}
     for key, (module, path) in within.items():
-        if (place is not None or _is_numbered(path)) and _known(module) is None:
+        if place is not None or _is_numbered(path):
             whole = path if place is None or _is_numbered(path) else place + path
-            learnt[key] = weakref.ref(module), _text(whole)
-    _names = learnt
+            # One name after the other, and none that is there: threads learn at the same time.
+            _names.setdefault(key, (weakref.ref(module, partial(_forget, key)), _text(whole)))
+
+
+def _forget(key: int, _: weakref.ref[nn.Module]) -> None:
+    """Leave out a module that is gone, before another one gets its identity."""
+    _names.pop(key, None)
 
 
 def _within(outermost: nn.Module) -> dict[int, tuple[nn.Module, _Path]]:
