@@ -81,9 +81,10 @@ class Calls:
     def layer(self, warns: bool = False) -> LayerName:
         """Name the layer that makes a call: its module, and the lines of source where they are
         wanted. ``warns``: of the second call that no module with a name makes."""
-        if len(self.group) < 2:  # nobody compares
-            return None
+        # Also where nobody compares: a module keeps the name of its first call, on all ranks.
         module = calling_module()
+        if len(self.group) < 2:
+            return None
         if module == "" and warns:
             self._nameless += 1
             if self._nameless == 2:

@@ -259,6 +259,46 @@ def test_a_compiled_model_that_one_rank_runs_as_it_is_is_the_same() -> None:
     run_ranks(2, compiled_on_one_rank_too_often, group_timeout=30)
 
 
+class Towers(nn.Module):
+    """Lists within a list, which are called together or one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Model() for _ in range(2))
+
+    def forward(self, cp: Any, x: Tensor) -> Tensor:
+        for tower in self.towers:
+            x = tower(cp, x)
+        return x
+
+
+def grouped(*degrees: int) -> hcp.Plan:
+    """A plan of one sequence for each group."""
+    firsts = itertools.accumulate(degrees, initial=0)
+    groups = [
+        {"first_rank": first, "degree": degree, "sequences": [i]}
+        for i, (first, degree) in enumerate(zip(firsts, degrees, strict=False))
+    ]
+    return hcp.Plan.from_dict(
+        {
+            "ranks": sum(degrees),
+            "max_tokens_per_rank": LENGTH,
+            "lengths": [LENGTH] * len(degrees),
+            "micro_batches": [{"groups": groups}],
+        }
+    )
+
+
+def test_ranks_whose_first_group_had_one_rank_name_layers_as_the_others() -> None:
+    def called(groups: Any) -> None:
+        model = Towers()
+        for plan, part in ((grouped(2, 1), model), (grouped(3), model.towers[0])):
+            cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+            train(part, [cp])
+
+    hcp.loopback(3, called, timeout=20)
+
+
 # ---- names ---------------------------------------------------------------------------------------
 
 
