@@ -35,7 +35,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup setup-test tools demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup setup-test tools demo test test-clang test-long test-matrix test-integrations test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "                 WORKERS=$(WORKERS) processes, ARGS='-k plan' for some of them"
 	@echo "make test-clang  the planner's tests and the operators' with a hcp that clang built"
 	@echo "make test-long   the exhaustive tests"
+	@echo "make test-integrations  tests of Transformers, Accelerate and Megatron-Core in one environment"
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
 	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
 	@echo "make docs        the documentation as a site, in build/site"
@@ -84,6 +85,12 @@ test-long: setup-test
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 3600 $(ARGS)
 
 # ---- Trainers -----------------------------------------------------------------------------------
+
+# Those whose packages go together, in the environment of the other tests.
+test-integrations: setup-test $(WITH)transformers
+	@echo "Installing $(MEGATRON), 10 seconds"
+	@$(INSTALL) $(MEGATRON)
+	$(RUN) tests/integrations tests/megatron_style/test_packed.py $(ARGS)
 
 test-trainers: $(TRAINERS:%=test-trainer-%)
 
