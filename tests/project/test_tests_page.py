@@ -31,7 +31,8 @@ def test_every_program_that_needs_gpus_has_a_row_or_is_run_by_one_that_has() -> 
     rows = set(re.findall(r"tests/cuda/([\w.]+)", first_cells("## GPUs")))
     scripts = {path.name: path.read_text() for path in (TESTS / "cuda").glob("*.sh")}
     run = {name for text in scripts.values() for name in re.findall(r"tests/cuda/([\w.]+)", text)}
-    checks = {path.name for path in (TESTS / "cuda").glob("check_*.py")}
+    programs = [*(TESTS / "cuda").glob("check_*.py"), *(TESTS / "cuda").glob("fuzz_*.py")]
+    checks = {path.name for path in programs}
     assert checks
     assert sorted({*scripts, *checks} - rows - run) == []
     assert sorted(rows - {*scripts, *checks}) == []
