@@ -241,7 +241,7 @@ $(READY): $(BUILT_FROM) | $(PY)
 	@rm -f $@
 	@$(PY) -c 'import torch' 2>/dev/null || { \
 	  echo "Installing $(TORCH), half a minute after its download of 0.2 GB (for CPUs) to 3 GB"; \
-	  $(INSTALL) $(TORCH) && $(PY) -c 'import torch'; } || { \
+	  $(INSTALL) $(TORCH) && $(PY) -W ignore -c 'import torch'; } || { \
 	  echo "$(TORCH) could not be installed into $(VENV); name another with make TORCH='torch==...'," \
 	    "2.10 or later, or install torch there yourself" >&2; exit 1; }
 	@echo "Compiling hcp, $(if $(CUDA),3 minutes on 2 cores with kernels for GPUs,1 minute on 2 cores; kernels for GPUs only with CUDA=1)"
