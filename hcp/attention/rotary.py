@@ -100,6 +100,7 @@ def angles_of(
             f"positions has shape {tuple(positions.shape)} and axes is {axes}, expected (rows,) "
             "and None, or (rows, axes) and the axis of each frequency"
         )
+    _expect_places(positions, len(table))
     if axes is None:
         return table[positions]
     half = table.shape[1] // 2
@@ -112,6 +113,21 @@ def angles_of(
     both = own.repeat_interleave(2) if interleaved else own.repeat(2)
     columns = torch.arange(len(both), device=positions.device)
     return table[positions[:, both], columns]
+
+
+def _expect_places(positions: Tensor, count: int) -> None:
+    """Raise ValueError for positions that a table of so many has not: a negative one would be
+    counted from its end. On GPUs the host would have to wait for them."""
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"positions is {positions.dtype}, expected int64")
+    if torch.compiler.is_compiling() or positions.device.type != "cpu" or not positions.numel():
+        return
+    least, most = (int(x) for x in positions.aminmax())
+    if least < 0 or most >= count:
+        raise ValueError(
+            f"positions has {least if least < 0 else most}, expected 0 to {count - 1}: freqs has "
+            f"{count} positions"
+        )
 
 
 def as_configured(

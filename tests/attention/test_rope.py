@@ -153,6 +153,27 @@ def test_a_table_of_angles_will_do_and_a_rotary_serves_all_layers() -> None:
     hcp.loopback(3, check)
 
 
+WRONG = {
+    "positions has -1, expected 0 to 39: freqs has 40 positions": lambda at: at - 1,
+    "positions has 40, expected 0 to 39: freqs has 40 positions": lambda at: at * 0 + 40,
+    "positions is torch.float64, expected int64": Tensor.double,
+    "positions is torch.bool, expected int64": Tensor.bool,
+}
+
+
+@pytest.mark.parametrize("axes", [None, [0, 1, 1, 0]])
+@pytest.mark.parametrize("said", WRONG)
+def test_positions_that_a_table_has_not_are_refused(said: str, axes: Any) -> None:
+    def refused(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        at = WRONG[said](cp.position_ids.clone())
+        positions = at if axes is None else torch.stack((torch.zeros_like(at), at), 1)
+        with pytest.raises(ValueError, match=said):
+            cp.rotary(torch.randn(40, 8), positions=positions, axes=axes)
+
+    hcp.loopback(1, refused)
+
+
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
 def test_a_batch_of_equal_lengths_is_rotated_as_its_rows_are(qkv_format: str) -> None:
     def check(groups: Any) -> None:
