@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp._validate import expect_sizes
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
@@ -36,14 +37,19 @@ def plan_in_driver(
     `lengths`: tokens of each sample, in the order of the ranks that get them. `sources`: the rank
     that gets each sample. `cost` and `limits`: see `Config.plan`. Sharded parameters need
     `sync="micro_batch"`. It needs no process group, so that a process without one can call it.
-    Raises ValueError if the sources do not ascend: samples are numbered by rank.
+    Raises ValueError unless the sources are ranks that ascend: samples are numbered by rank.
     """
-    numbers = [int(source) for source in sources]
-    if numbers != sorted(numbers):
-        raise ValueError(
-            f"sources is {numbers}, expected ascending ranks: list the samples of rank 0 first"
-        )
     plan = config.plan(list(lengths), ranks, cost, **limits)
+    numbers = list(expect_sizes("sources", sources, least=0))
+    if (
+        numbers != sorted(numbers)
+        or len(numbers) != len(plan.lengths)
+        or max(numbers, default=0) >= ranks
+    ):
+        raise ValueError(
+            f"sources is {numbers}, expected {len(plan.lengths)} ascending ranks, from 0 to "
+            f"{ranks - 1}: the rank of each sample, those of rank 0 first"
+        )
     return {"plan": plan.to_dict(), "sources": numbers}
 
 
@@ -57,10 +63,14 @@ def planned_step(
     """Bring the samples that this worker got to where the driver's plan computes them.
 
     Every rank of the domain calls it. The plan is checked when it arrives, and ranks compare what
-    they got. `options`: see `hcp.dispatch`.
+    they got. `options`: see `hcp.dispatch`; they come before those of `config`.
     """
+    if not isinstance(sent, dict) or not {"plan", "sources"} <= sent.keys():
+        said = sorted(sent) if isinstance(sent, dict) else type(sent).__name__
+        raise ValueError(f"sent is {said}, expected what plan_in_driver returns: plan, sources")
     plan = Plan.from_dict(sent["plan"])
-    return dispatch(plan, samples, sent["sources"], groups, **config.dispatch_options(), **options)
+    options = config.dispatch_options() | options
+    return dispatch(plan, samples, sent["sources"], groups, **options)
 
 
 def sequence_weights(loss_mask: Tensor) -> Tensor:
@@ -69,7 +79,12 @@ def sequence_weights(loss_mask: Tensor) -> Tensor:
 
     `loss_mask` (tokens,): of one whole sample, before it is dispatched. Dispatch the weights as its
     field "loss_mask". They sum to 1, or to 0 in a sequence without loss tokens, which does not
-    count.
+    count. Raises ValueError for another shape, and for values below 0 or NaN.
     """
-    wide = loss_mask.to(torch.float64)
+    wide = torch.as_tensor(loss_mask).to(torch.float64)
+    if wide.dim() != 1 or not bool((wide >= 0).all()):
+        raise ValueError(
+            f"loss_mask is of shape {tuple(wide.shape)}, expected (tokens,) of one sample, without "
+            "padding, and values >= 0"
+        )
     return wide / wide.sum().where(wide.sum() > 0, torch.ones_like(wide.sum()))

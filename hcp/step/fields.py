@@ -103,11 +103,23 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
     """Yield samples whose values of a sequence are all tensors. ValueError for what is none."""
     for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping) or not sample:
-            given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
+            given = "empty" if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
         others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
         made = {name: _of_number(x, name, i, rules) for name, x in others.items()}
+        for name, x in sample.items():
+            if name not in made and not _has_rows(x):
+                raise ValueError(
+                    f"samples[{i}][{name!r}] is nested, sparse, quantized or without data "
+                    f"({x.layout}), expected a dense tensor: give each sequence of a nested one a "
+                    "sample (unbind)"
+                )
         yield {**sample, **made} if made else sample  # type: ignore[dict-item, misc]
+
+
+def _has_rows(value: Any) -> bool:
+    dense = value.layout == torch.strided and not value.is_nested
+    return dense and not value.is_meta and not value.is_quantized
 
 
 def _of_number(value: Any, name: str, i: int, rules: Rules) -> Tensor:

@@ -83,6 +83,49 @@ def test_workers_compute_what_the_driver_planned_in_the_order_of_their_samples()
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
 
 
-def test_samples_that_are_not_listed_by_rank_are_refused():
-    with pytest.raises(ValueError, match=r"sources is \[1, 0\], expected ascending ranks"):
-        plan_in_driver([3, 4], [1, 0], 2, CONFIG)
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([1, 0], r"sources is \[1, 0\], expected 2 ascending ranks"),
+        ([0], r"sources is \[0\], expected 2 ascending ranks"),
+        ([0, 2], r"sources is \[0, 2\], expected 2 ascending ranks, from 0 to 1"),
+        ([-1, 0], r"sources\[0\] is -1, expected an integer >= 0"),
+        ([0, 0.7], r"sources\[1\] is 0.7, expected an integer"),
+    ],
+)
+def test_sources_that_are_not_the_ranks_of_the_samples_are_refused(sources, message):
+    with pytest.raises(ValueError, match=message):
+        plan_in_driver([3, 4], sources, 2, CONFIG)
+
+
+def test_lengths_and_sources_may_be_tensors():
+    sent = plan_in_driver(LENGTHS, SOURCES, 2, CONFIG)
+    assert plan_in_driver(torch.tensor(LENGTHS), torch.tensor(SOURCES), 2, CONFIG) == sent
+
+
+@pytest.mark.parametrize("sent", [None, {}, {"plan": {}}, {"sources": [0]}])
+def test_what_no_driver_sent_is_refused(sent):
+    with pytest.raises(ValueError, match=r"sent is .*, expected what plan_in_driver returns"):
+        planned_step(sent, [], None, CONFIG)
+
+
+def test_a_worker_may_name_windows_and_comm_types_of_its_own():
+    def call(groups):
+        sent = plan_in_driver([5], [0], 1, CONFIG)
+        own = [{"tokens": torch.arange(5)}]
+        step = planned_step(
+            sent, own, groups, CONFIG, window_sizes=[(2, 0)], comm_types=["all_gather"]
+        )
+        return [local.tokens.tolist() for _, local in step]
+
+    assert hcp.loopback(1, call) == [[[0, 1, 2, 3, 4]]]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 3), torch.tensor(1.0), torch.tensor([-100, 1]), torch.tensor([float("nan"), 1])],
+    ids=str,
+)
+def test_weights_of_what_is_no_mask_of_one_sample_are_refused(mask):
+    with pytest.raises(ValueError, match=r"loss_mask is of shape .*, expected \(tokens,\) of one"):
+        sequence_weights(mask)

@@ -214,11 +214,36 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "length": (lambda s: {k: v[:-1] for k, v in s.items()}, "samples[0] has 4 tokens, expected 5"),
     "ragged": (lambda s: s | {"flag": s["flag"][:-1]}, "expected as many in each"),
     "empty": (lambda s: {}, "samples[0] is empty, expected names and tensors"),
+    "a tensor": (lambda s: s["tokens"], "samples[0] is Tensor, expected names and tensors"),
+    "sparse": (
+        lambda s: s | {"tokens": s["tokens"].to_sparse()},
+        "samples[0]['tokens'] is nested, sparse, quantized or without data (torch.sparse_coo)",
+    ),
+    "compressed": (
+        lambda s: s | {"byte": torch.eye(5).to_sparse_csr()},
+        "samples[0]['byte'] is nested, sparse, quantized or without data (torch.sparse_csr)",
+    ),
+    "jagged": (
+        lambda s: s | {"tokens": nested(s["tokens"], torch.jagged)},
+        "samples[0]['tokens'] is nested, sparse, quantized or without data (torch.jagged)",
+    ),
+    "nested": (
+        lambda s: s | {"tokens": nested(s["tokens"], torch.strided)},
+        "samples[0]['tokens'] is nested, sparse, quantized or without data (torch.strided)",
+    ),
+    "meta": (
+        lambda s: s | {"tokens": s["tokens"].to("meta")},
+        "samples[0]['tokens'] is nested, sparse, quantized or without data (torch.strided)",
+    ),
     "list": (
         lambda s: s | {"tokens": s["tokens"].tolist()},
-        "['tokens'] is list, expected a tensor",
+        "['tokens'] is list [1000, 1001, 1002, 1003, 1004], expected a tensor",
     ),
 }
+
+
+def nested(rows: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([rows, rows[:2]], layout=layout)
 
 
 def change_one_rank(rank: int, size: int, change: str) -> None:
