@@ -74,9 +74,11 @@ def packed_documents(
     if len(positions) and starts[:1] != [0]:
         raise ValueError(f"positions begin with {int(positions[0])}, expected 0")
     for start, end in itertools.pairwise([*starts, len(positions)]):
-        if int(positions[end - 1]) != end - 1 - start:
+        counted = torch.arange(end - start, device=positions.device)
+        if len(wrong := (positions[start:end] != counted).nonzero()):
+            after = int(wrong[0])
             raise ValueError(
-                f"position {int(positions[end - 1])} stands {end - 1 - start} tokens after a 0, "
+                f"position {int(positions[start + after])} stands {after} tokens after a 0, "
                 "expected positions that count up from 0 in each document"
             )
         yield {name: rows[start:end] for name, rows in fields.items()}

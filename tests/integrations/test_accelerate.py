@@ -617,6 +617,7 @@ def test_packed_rows_are_the_documents_they_hold():
     [
         ([1, 2, 3], "positions begin with 1, expected 0"),
         ([0, 1, 3], "position 3 stands 2 tokens after a 0"),
+        ([0, 5, 2], "position 5 stands 1 tokens after a 0"),
     ],
 )
 def test_positions_that_do_not_count_up_are_refused(positions, message):
