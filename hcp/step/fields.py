@@ -108,7 +108,7 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
         others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
         made = {name: _of_number(x, name, i, rules) for name, x in others.items()}
         for name, x in sample.items():
-            if name not in made and not _has_rows(x):
+            if isinstance(x, Tensor) and not _has_rows(x):
                 raise ValueError(
                     f"samples[{i}][{name!r}] is nested, sparse, quantized or without data "
                     f"({x.layout}), expected a dense tensor: give each sequence of a nested one a "
@@ -117,7 +117,7 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
         yield {**sample, **made} if made else sample  # type: ignore[dict-item, misc]
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: Tensor) -> bool:
     dense = value.layout == torch.strided and not value.is_nested
     return dense and not value.is_meta and not value.is_quantized
 

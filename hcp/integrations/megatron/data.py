@@ -100,9 +100,10 @@ def plan_batches(
 
     `batches`: for each step, the samples that this rank loads, any number. A sample is a dictionary
     with "tokens" (length,). "labels" and "loss_mask", 0 or 1, are (length,), and made from the
-    tokens if they are missing. Megatron's own samples, with a batch dimension of 1, with
-    `original_seq_len` or with packed `cu_seqlens`, are split into their sequences. With
-    `cu_seqlens_padded` too, these are their places, and `cu_seqlens` their lengths.
+    tokens if they are missing; given labels below 0 do not count then. Megatron's own samples,
+    with a batch dimension of 1, with `original_seq_len` or with packed `cu_seqlens`, are split into
+    their sequences. With `cu_seqlens_padded` too, these are their places, and `cu_seqlens` their
+    lengths.
     `samples_of`: the ranks that load different samples: all of "dp_cp", or those of "dp", if CP
     siblings load the same, as Megatron's samplers do. `cost`: that of one pipeline stage.
 
