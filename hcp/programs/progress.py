@@ -13,6 +13,8 @@ T = TypeVar("T")
 class _NoBar:
     """A bar on a rank that shows none, or where tqdm is not installed."""
 
+    n = total = 0
+
     def update(self, count: int = 1) -> None:
         pass
 
