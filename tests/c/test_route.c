@@ -242,9 +242,9 @@ static void branches_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_table *route = NULL;
   hcp_error err;
-  CHECK_INT(
-      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
+                            NULL),
+            HCP_OK);
   CHECK_INT(hcp_plan_expect_no_branches(plan, "a", NULL), HCP_OK);
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_OK);
   CHECK_INT(hcp_route_roll(plan, 0, 0, -1, &route, &err), HCP_INVALID);

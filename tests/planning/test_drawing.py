@@ -116,7 +116,7 @@ def test_a_page_tells_each_rank_and_its_idle_share() -> None:
         assert f"<title>rank {rank}: idle {share:.1%}</title>" in page
         assert page.count(f">rank {rank}</text>") == 1
     bars = re.findall(r'class="idle" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', page)
-    assert [float(wide) for wide in bars] == [pytest.approx(46 * x, abs=0.006) for x in idle]
+    assert [float(wide) for wide in bars] == [pytest.approx(18 * x, abs=0.006) for x in idle]
 
 
 def test_pointing_at_a_box_tells_its_length_and_degree() -> None:
