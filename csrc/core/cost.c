@@ -87,8 +87,8 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
   int64_t moved = price.exchange * (length - length / least) * least;
   if (cost->overlap != 0)
     moved = larger(0, moved - (attention - attention / least) - 2 * (int64_t)HCP__RANKS_MAX);
-  return larger(1, area + moved + price.all_to_all * length +
-                       ((int64_t)least - 1) * least * cost->step);
+  return larger(
+      1, area + moved + price.all_to_all * length + ((int64_t)least - 1) * least * cost->step);
 }
 
 /* Whether everything above fits for degrees up to most. */
