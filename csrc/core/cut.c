@@ -290,7 +290,8 @@ static int64_t cut_into(problem *p, int32_t each) {
   measure(p);
   deal(p, each);
   int64_t looks = LOOKS / p->count / (each + 1);
-  for (int64_t tries = hcp__least(4 * p->degree, looks); tries > 0 && exchange(p); tries--) {
+  for (int64_t tries = hcp__least((int64_t)4 * p->degree, looks); tries > 0 && exchange(p);
+       tries--) {
   }
   give_rows(p, each);
   return busiest(p);

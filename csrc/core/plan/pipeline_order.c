@@ -136,7 +136,7 @@ typedef struct ordering {
 } ordering;
 
 static hcp_status judge(ordering *o, hcp_error *err) {
-  int64_t makespan;
+  int64_t makespan = 0;
   hcp_status status = hcp__go_on(o->p, err);
   if (status == HCP_OK)
     status =
