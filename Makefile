@@ -35,7 +35,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup setup-test tools demo test test-clang test-long test-matrix test-integrations test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup setup-test tools demo test test-project lint test-clang test-long test-matrix test-integrations test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -273,7 +273,13 @@ format: $(READY) $(WITH)check
 
 tools: $(READY) $(WITH)check
 
-check: setup-test $(WITH)check
+check: lint test-project
+
+# What the tests of the project hold: documents, layers, builds, benchmarks, known failures.
+test-project: setup-test $(WITH)check
+	$(RUN) tests/project --ignore=tests/project/test_c.py $(ARGS)
+
+lint: $(READY) $(WITH)check
 	@echo "Compiling with warnings as errors"
 	@CFLAGS="$(CFLAGS) -Werror" CXXFLAGS="$(CXXFLAGS) -Werror" $(PY) setup.py --quiet build_ext >/dev/null
 	$(VENV)/bin/ruff format --check .
@@ -286,7 +292,6 @@ check: setup-test $(WITH)check
 	  --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' FILE -- $(CLANG_FLAGS)
 	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
 	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
-	$(RUN) tests/project --ignore=tests/project/test_c.py
 
 clean:
 	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
