@@ -9,8 +9,10 @@ TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
 WORKERS ?= 2
 ARGS    ?=
-# Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1.
-CUDA    ?= $(if $(shell command -v nvidia-smi)$(wildcard /proc/driver/nvidia/version),1)
+# Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1,
+# and from then on, since all environments of this tree share its libraries.
+NOTE    := hcp/_built_from.txt
+CUDA    ?= $(if $(shell command -v nvidia-smi)$(wildcard /proc/driver/nvidia/version)$(filter cuda,$(shell cat $(NOTE) 2>/dev/null)),1)
 
 # Trainers whose tests make test leaves out. Each gets an environment .venv-NAME-EDGE of its own, and
 # runs its files of tests/integrations and the documents of that name. One without a target below is
@@ -294,5 +296,5 @@ lint: $(READY) $(WITH)check
 	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
 
 clean:
-	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) $(NOTE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hcp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,8 @@ from setuptools.command.dist_info import dist_info
 OLDEST_TORCH = (2, 10)
 
 NOTE = Path("hcp/_built_from.txt")
-"""Beside the libraries in the tree: digests of what they were made from, and of themselves."""
+"""Beside the libraries in the tree: digests of what they were made from and of themselves, then
+"cuda" or "cpu"."""
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
 COMMON = ["-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS, "-Icsrc/include"]
@@ -309,12 +310,13 @@ class BuildLibraries(build_ext):
         if not self.inplace:
             super().run()
             return
-        inputs = Toolchain().digest(self.extensions)
-        if NOTE.exists() and NOTE.read_text() == f"{inputs} {self.libraries_in_tree()}":
+        tools = Toolchain()
+        inputs, kind = tools.digest(self.extensions), "cuda" if tools.nvcc else "cpu"
+        if NOTE.exists() and NOTE.read_text() == f"{inputs} {self.libraries_in_tree()} {kind}":
             print("Both libraries in the tree are those of these sources and compilers")
             return
         super().run()
-        NOTE.write_text(f"{inputs} {self.libraries_in_tree()}")
+        NOTE.write_text(f"{inputs} {self.libraries_in_tree()} {kind}")
 
     def libraries_in_tree(self) -> str:
         """A digest of the libraries that editable installs share."""
