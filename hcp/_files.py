@@ -61,6 +61,13 @@ def expect_writable(name: str, path: PathLike) -> None:
         ) from None
 
 
+def remove_unfinished(path: PathLike) -> None:
+    """Remove what writers of this file that were killed have left beside it."""
+    target = Path(path)
+    for left in target.parent.glob(_new_name(target, "*")):
+        left.unlink(missing_ok=True)
+
+
 def _target(path: PathLike) -> Path:
     """The file itself, where the path is a link. OSError if it must not be written."""
     target = Path(os.path.realpath(path))
@@ -75,10 +82,14 @@ def _is_special(target: Path) -> bool:
     return target.exists() and not target.is_file()
 
 
+def _new_name(target: Path, mark: str) -> str:
+    return f".{target.name[:50]}.{mark}.new"
+
+
 @contextlib.contextmanager
 def _new_beside(target: Path, data: bytes) -> Iterator[Path]:
     """Inside this context there is a file of these bytes on the disk, with a name of its own."""
-    new = target.with_name(f".{target.name[:50]}.{os.urandom(8).hex()}.new")
+    new = target.with_name(_new_name(target, os.urandom(8).hex()))
     file = new.open("xb")
     try:
         with file:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hcp._files import expect_writable, write_file
+from hcp._files import expect_writable, remove_unfinished, write_file
 from hcp._validate import expect_names
 from hcp.programs.launch import InputError
 
@@ -68,8 +68,7 @@ class Folder:
         owner = {"run": os.urandom(8).hex(), "host": platform.node(), "process": os.getpid()}
         self._owner = json.dumps(owner)
         write_file(self.path / OWNER, self._owner)
-        for left in self.path.glob(f".{FILE}.*.new"):  # by runs that were killed
-            left.unlink(missing_ok=True)
+        remove_unfinished(self.path / FILE)
 
     def save(self, runs: Sequence[Saved], settings: Mapping[str, Any], metrics: str) -> None:
         """Write what all ranks hold alike. `metrics`: the text of metrics.jsonl so far. Raises
