@@ -244,9 +244,8 @@ def compiled_on_one_rank_too_often(rank: int, size: int) -> None:
     """A compiled model runs as it is on the rank that has reached the limit."""
     (cp,) = handlers(size)
     model = Model()
-    torch._dynamo.config.recompile_limit = 1
     compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
         if rank:
             alone = hcp.plan([LENGTH] * size, ranks=size, max_tokens_per_rank=LENGTH)
             own = hcp.ContextParallelHandler(alone, 0, cp._transport)
