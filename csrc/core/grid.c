@@ -1,4 +1,4 @@
-/* grid.c - the ranks that form tp, pp, cp, dp, ... for a job layout. */
+/* grid.c - the ranks that form tp, pp, cp, dp and other groups for a job layout. */
 #include <string.h>
 
 #include "internal.h"

@@ -1,3 +1,4 @@
+// adjoint.cpp - segments and runs of the backward direction.
 #include "adjoint.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// arguments.cpp - arguments of the operators, checked and turned into those of the kernels.
 #include "arguments.h"
 
 #include <numeric>

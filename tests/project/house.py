@@ -1,5 +1,6 @@
 """Print which folder of hcp imports which, on how many floors, and where imports form a cycle.
 
+    python tests/project/house.py --files exchange   # what each file of hcp/exchange is for
     python tests/project/house.py            # rooms, floor by floor
     python tests/project/house.py --arrows   # also every arrow with the import that makes it
     python tests/project/house.py --root OTHER_TREE
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import multiprocessing
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -121,6 +123,29 @@ def uses_of(arrows: Arrows) -> dict[str, set[str]]:
     return uses
 
 
+# ---- what a file is for --------------------------------------------------------------------------
+
+SOURCES = (".py", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh")
+_OPENING = re.compile(
+    r'\A(?:"""|/\*|//)(.*?)(?:\n *(?:\*|//)? *\n|"""|\*/|\n(?! \*|//|\w))', re.DOTALL
+)
+
+
+def first_lines(root: Path, named: str = "") -> list[tuple[Path, str]]:
+    """(file below root, the sentence by which it opens, "" where it has none) of the sources of hcp
+    and csrc, of folders and files alone that have `named` in their path."""
+    files = [path for top in ("csrc", "hcp") for path in (root / top).rglob("*")]
+    sources = sorted(path.relative_to(root) for path in files if path.suffix in SOURCES)
+    return [(path, _opening(root / path)) for path in sources if named in str(path)]
+
+
+def _opening(path: Path) -> str:
+    found = _OPENING.match(path.read_text())
+    words = re.sub(r"\s*\n(?: \*|//)?\s*", " ", found[1]).strip() if found else ""
+    sentence = re.split(r"\.(?:\s|$)", words.removeprefix(f"{path.name} - "), maxsplit=1)[0]
+    return sentence[:1].upper() + sentence[1:]
+
+
 # ---- one layer -----------------------------------------------------------------------------------
 
 
@@ -183,8 +208,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_KeepLines)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
     parser.add_argument("--arrows", action="store_true", help="print every arrow and its imports")
+    parser.add_argument(
+        "--files", nargs="?", const="", metavar="NAME", help="what each file is for, of one folder"
+    )
     parser.add_argument("--layer", action="store_true", help="run one layer and print its files")
     args = parser.parse_args()
+    if args.files is not None:
+        for path, line in first_lines(args.root.resolve(), args.files):
+            print(f"{path!s:58} {line}")
+        return 0
     if args.layer:
         for rotates in (False, True):
             files = files_of_a_layer(rotates=rotates, root=args.root.resolve())
