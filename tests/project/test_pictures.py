@@ -47,6 +47,6 @@ def test_the_picture_of_plans_has_the_numbers_that_simulate_prints(
     titles = re.findall(r'class="title" text-anchor="start">(.*?): x (\d\.\d\d), idle', drawn)
     assert titles == printed
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"`python -m hcp simulate {options}`" in readme
+    assert f"`hcp simulate {options}`" in readme
     (alt,) = re.findall(r"!\[([^]]*)\]\(docs/pictures/plan\.svg\)", readme)
     assert all(speed in alt for _, speed in printed)
