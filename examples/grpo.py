@@ -10,7 +10,8 @@ the samples. Then the samples travel again, with the advantages of their answers
 mean over all answer tokens of the batch, so neither the plan nor the number of ranks changes it.
 
 A prompt is computed once for all its answers, under a mask, or packed with each of them
-(--packing each). The loss is the same.
+(--packing each). The loss is the same. A prompt with long answers is more than one rank holds, so
+it gets a higher degree than one with short answers. Each step prints how many sequences got which.
 
 T rows of this rank, S sequences, A answers in a sequence, V tokens of the vocabulary.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,13 +161,21 @@ def sample_of(prompt: Tensor, answers: Sequence[Tensor], advantages: Tensor) -> 
 # ---- the update: all ranks together --------------------------------------------------------------
 
 
+def most_tokens(ranks: int, args: argparse.Namespace) -> int:
+    """The most rows of a rank in a micro-batch: for a model of your own, what fits in memory. Here
+    it is half of the longest sequence if there are several ranks."""
+    longest = args.longest_prompt + args.answers * (args.answer + 1)
+    return args.max_tokens_per_rank or 1 + longest // min(ranks, 2)
+
+
 def planned(samples: Sequence[Sample], groups: Any, args: argparse.Namespace) -> hcp.Step:
     """Plan the samples of all ranks, and bring each to the ranks that compute it."""
     rules = {"advantages": "sequence"}
     given = [sample.fields for sample in samples]
     lengths, sources, own = hcp.gather_lengths(given, groups, fields=rules)
     masks = hcp.gather_masks([sample.mask for sample in samples], groups)
-    ranks, most = groups.size("dp_cp"), args.max_tokens_per_rank
+    ranks = groups.size("dp_cp")
+    most = most_tokens(ranks, args)
     plan = hcp.plan(lengths, masks=masks, ranks=ranks, max_tokens_per_rank=most)
     return hcp.dispatch(plan, own, sources, groups, fields=rules)
 
@@ -222,6 +232,13 @@ def update(
     return float(total)
 
 
+def degrees_of(plan: hcp.Plan) -> str:
+    """Say how many sequences have which degree, such as "5 at CP 1, 3 at CP 2"."""
+    groups = [group for batch in plan.micro_batches for group in batch]
+    found = Counter(group.degree for group in groups for _ in group.sequences)
+    return ", ".join(f"{count} at CP {degree}" for degree, count in sorted(found.items()))
+
+
 def train(args: argparse.Namespace) -> list[tuple[float, float]]:
     """Train as one rank of the job. Return the mean reward and the last loss of each step."""
     groups = hcp.build_process_groups()
@@ -249,8 +266,8 @@ def train(args: argparse.Namespace) -> list[tuple[float, float]]:
         dist.all_reduce(sums, group=groups.dp_cp)
         done.append((float(sums[0] / sums[1]), loss))
         if rank == 0:
-            degrees = {group.degree for batch in forward.plan.micro_batches for group in batch}
-            print(f"step {step:3}  reward {done[-1][0]:.3f}  loss {loss:+.6f}  degrees {degrees}")
+            reward, degrees = done[-1][0], degrees_of(forward.plan)
+            print(f"step {step:3}  loss {loss:+.6f}  reward {reward:.3f}  {degrees}", flush=True)
     return done
 
 
@@ -258,10 +275,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO on a toy task under dynamic CP")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=8, help="of a step, over all ranks")
-    parser.add_argument("--answers", type=int, default=8, help="to each prompt")
-    parser.add_argument("--answer", type=int, default=6, help="most tokens of an answer")
-    parser.add_argument("--longest-prompt", type=int, default=56)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=128)
+    parser.add_argument("--answers", type=int, default=6, help="to each prompt")
+    parser.add_argument("--answer", type=int, default=12, help="most tokens of an answer")
+    parser.add_argument("--longest-prompt", type=int, default=96)
+    parser.add_argument(
+        "--max-tokens-per-rank", type=int, help="default: half of the longest; one rank: all of it"
+    )
     parser.add_argument("--updates", type=int, default=2, help="of each batch of answers")
     parser.add_argument("--packing", choices=("shared", "each"), default="shared")
     parser.add_argument("--ratio", choices=("token", "sequence"), default="token")
