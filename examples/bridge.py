@@ -1,10 +1,12 @@
 """Megatron-Bridge: Qwen3 with YaRN, whose evaluations run under another CP size than training.
 
-    torchrun --nproc-per-node 8 examples/bridge.py
+    torchrun --nproc-per-node 2 examples/bridge.py      # a GPU for each rank
+    PYTHONPATH=tests torchrun --nproc-per-node 2 -m support.bridge examples/bridge.py   # CPU ranks
 
-Needs megatron-bridge. hcp adds the layers (`qwen3`) and one callback (`main`): before each
-evaluation it puts the eval layout's groups wherever the model and Bridge hold those of training,
-and after it the groups of training again. Weights stay where they are.
+Needs megatron-bridge, which imports packages that need a GPU: for CPU ranks, `support.bridge`
+stands in for them. hcp adds the layers (`qwen3`) and one callback (`main`): before each evaluation
+it puts the eval layout's groups wherever the model and Bridge hold those of training, and after it
+the groups of training again. Weights stay where they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FSDP2 with a CP degree for each micro-batch: a GPT whose parameters are sharded over all ranks.
 
-    python examples/fsdp2.py                            # one rank
     torchrun --nproc-per-node 2 examples/fsdp2.py       # CPU ranks, or a GPU for each rank
+    python examples/fsdp2.py                            # one rank
 
 Two arguments are FSDP's. FSDP gathers the parameters of each layer, so ranks wait for each other in
 every micro-batch, and plans have to know: `sync="micro_batch"`. FSDP averages gradients over the

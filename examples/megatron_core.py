@@ -1,11 +1,11 @@
 """A GPT of Megatron-Core's layers, schedule and optimizer, with a CP degree for each micro-batch.
 
-    python examples/megatron_core.py                            # one rank
     torchrun --nproc-per-node 2 examples/megatron_core.py       # CPU ranks, or a GPU for each rank
+    python examples/megatron_core.py                            # one rank
 
-Needs megatron-core, and no Transformer Engine. What hcp adds are the lines with `hcp`: the layers
-(`build`), the batches and the forward step (`train`), the layout of the evaluation. The losses are
-the same on any number of ranks.
+Needs `pip install megatron-core==0.16.1`, and no Transformer Engine. What hcp adds are the lines
+with `hcp`: the layers (`build`), the batches and the forward step (`train`), the layout of the
+evaluation. The losses are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -111,13 +111,14 @@ def train(steps: int = 10) -> tuple[list[float], list[float]]:
     )
     optimizer = get_megatron_optimizer(adam, [model])
     losses = []
-    for step in hcp_megatron.plan_batches(batches(range(steps), rank, ranks), options, groups):
+    planned = hcp_megatron.plan_batches(batches(range(steps), rank, ranks), options, groups)
+    for number, step in enumerate(planned):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses.append(run(model, step, groups, forward_only=False))
         optimizer.step()
         if rank == 0:
-            print(f"step {len(losses):3}  loss {losses[-1]:.6f}")
+            print(f"step {number:3}  loss {losses[-1]:.6f}")
     evaluations = [evaluate(model, groups, options)]
     eval_groups = groups.with_context_parallel(ranks)
     with hcp.eval_cp_context(model, groups, eval_groups):

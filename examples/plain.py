@@ -1,7 +1,7 @@
 """A GPT in plain PyTorch: a CP degree for each micro-batch, and evaluation under another layout.
 
-    python examples/plain.py                            # one rank
     torchrun --nproc-per-node 2 examples/plain.py       # CPU ranks, or a GPU for each rank
+    python examples/plain.py                            # one rank
 
 The losses are the same on any number of ranks. What hcp adds to a training script is in `Block`,
 `train_step` and `evaluate`. T rows on this rank, at times none.

@@ -1,11 +1,11 @@
 """Fine-tune a pretrained model of Transformers on real text, with a CP degree for each document.
 
-    torchrun --nproc-per-node 2 examples/sft_text.py    # SmolLM2-135M
+    torchrun --nproc-per-node 2 examples/sft_text.py            # SmolLM2-135M; 2 CPU ranks or GPUs
     torchrun --nproc-per-node 2 examples/sft_text.py --model Qwen/Qwen3-0.6B --text FOLDER
     torchrun --nproc-per-node 2 examples/sft_text.py --model from-config --lr 2e-3   # no network
+    python examples/sft_text.py                                 # one rank
 
-Trains on CPU ranks, or with a GPU for each rank; `python` in place of torchrun starts one. The
-losses are the same on any number of ranks. Needs `pip install -e '.[transformers]'`.
+The losses are the same on any number of ranks. Needs `pip install -e '.[transformers]'`.
 
 A document is a file (.py, .txt, .md, .rst) under --text, by default the sources of Python's own
 standard library, which every machine has. Each is read once, up to --max-length tokens. --model is
@@ -190,8 +190,9 @@ def degrees_of(plan: hcp.Plan) -> str:
     return ", ".join(f"{count} at CP {degree}" for degree, count in sorted(found.items()))
 
 
-def in_words(plan: hcp.Plan, static: int) -> str:
+def in_words(plan: hcp.Plan, static: int, seconds: float) -> str:
     return (
+        f"{sum(plan.lengths) / seconds:7,.0f} tokens/s | "
         f"{min(plan.lengths):,} to {max(plan.lengths):,} tokens | {degrees_of(plan)} | "
         f"x {over_packed_static(plan, static):.2f} over packed static CP {static} (simulated)"
     )
@@ -216,7 +217,9 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     with autocast(groups):
         register_hcp_attention(model)
     documents = read(paths, tokenizer, args.max_length)
-    config = hcp.Config(args.max_tokens_per_rank or 2 + args.max_length // min(ranks, 2))
+    # For a model of your own it is what fits in memory. A longer document is spread over several.
+    most = args.max_tokens_per_rank or 2 + args.max_length // min(ranks, 2)
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=most)
     static = config.static_degree(max(len(each["input_ids"]) for each in documents), ranks)
     options: dict[str, Any] = {
         "global_batch_size": args.documents,
@@ -231,8 +234,8 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     began = time.perf_counter()
     for number, step in enumerate(batches):
         losses.append(train_step(model, optimizer, step, groups))
-        speed, began = sum(step.plan.lengths) / (time.perf_counter() - began), time.perf_counter()
-        words = f"{speed:7,.0f} tokens/s | {in_words(step.plan, static)}"
+        took, began = time.perf_counter() - began, time.perf_counter()
+        words = in_words(step.plan, static, took)
         say(f"step {number:3}  loss {losses[-1]:.6f} | {words}", flush=True)
     perplexities.append(perplexity(model, held_out))
     if rank == 0:

@@ -1,8 +1,8 @@
 """TRL's supervised fine-tuning with dynamic CP: packing, loss on completions only, LoRA if asked.
 
-    python examples/sft_trl.py                                    # one rank
-    python examples/sft_trl.py --lora                             # adapters of PEFT
-    torchrun --nproc-per-node 2 examples/sft_trl.py               # CPU ranks, or a GPU for each
+    torchrun --nproc-per-node 2 examples/sft_trl.py             # CPU ranks, or a GPU for each rank
+    torchrun --nproc-per-node 2 examples/sft_trl.py --lora      # adapters of PEFT
+    python examples/sft_trl.py                                  # one rank
 
 Needs `pip install -e '.[trl]'`. hcp's trainer is
 `class SFTTrainer(hcp.integrations.transformers.Trainer, trl.SFTTrainer)`: TRL prepares the dataset,
@@ -43,6 +43,7 @@ def train(lora: bool, folder: str, steps: int = 6) -> list[float]:
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
+        disable_tqdm=True,
         bf16=ON_GPUS,
         use_cpu=not ON_GPUS,
         report_to=[],
@@ -55,9 +56,8 @@ def train(lora: bool, folder: str, steps: int = 6) -> list[float]:
         train_dataset=Dataset.from_list(conversations()),
         processing_class=toy_tokenizer(),
         peft_config=adapters,
-        cp=hcp.Config(
-            max_seqlen_per_dp_cp_rank=2 + 256 // WORLD
-        ),  # tokens that a rank holds at once
+        # Tokens that a rank holds at once. A longer document is spread over several ranks.
+        cp=hcp.Config(max_seqlen_per_dp_cp_rank=2 + 256 // WORLD),
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

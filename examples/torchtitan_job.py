@@ -1,9 +1,10 @@
 """A job for torchtitan's own command line: packed documents, a CP degree for each micro-batch.
 
-    torchrun --nproc-per-node 8 examples/torchtitan_job.py --module torchtitan_job --config small
+    torchrun --nproc-per-node 2 examples/torchtitan_job.py --module torchtitan_job --config small
     torchrun ... --training.steps 100 --context_parallel.max_seqlen_per_dp_cp_rank 512
 
-Needs torchtitan. `small` is what the job is: three names of hcp's, and one option, stand in a
+Trains on CPU ranks, or with a GPU for each rank; torchtitan prints the loss of each step. Needs
+torchtitan. `small` is what the job is: three names of hcp's, and one option, stand in a
 configuration that is otherwise torchtitan's. On GPUs `-m torchtitan.train` may stand in place of
 this file's path, with this folder on PYTHONPATH. Every option of `hcp.Config` is a flag.
 """

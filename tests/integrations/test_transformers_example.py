@@ -1,4 +1,4 @@
-"""The example of real text: the model of `from-config`, trained on files of Python's own library."""
+"""The example of real text: the model of `from-config`, trained on files of Python's library."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_it_runs_without_a_launcher(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_loudly(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="NOTHING WAS TRAINED: --model .*--model from-config"):
+    with pytest.raises(SystemExit, match=r"NOTHING WAS TRAINED: --model .*--model from-config"):
         example("sft_text").load(str(tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import json
@@ -146,7 +147,24 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 # ---- the list ----
 
 
+ROWS = re.findall(
+    r"^\| \[`([\w.]+)`\]\(\1\) \| .+? \| `([^`]+)`.*? \| .+? \| .+? \|$",
+    (EXAMPLES / "README.md").read_text(),
+    re.MULTILINE,
+)
+"""File and command."""
+
+
 def test_every_example_has_a_line_in_the_list() -> None:
-    listed = re.findall(r"^\| \[`([\w.]+)`\]\(\1\) \|", (EXAMPLES / "README.md").read_text(), re.M)
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
-    assert sorted(listed) == sorted(files)
+    assert sorted(file for file, _ in ROWS) == sorted(files)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_a_header_of_one_screen_begins_with_the_command_of_the_list(file: str) -> None:
+    header = ast.get_docstring(ast.parse((EXAMPLES / file).read_text()))
+    assert header is not None
+    lines = header.splitlines()
+    assert lines[0].endswith(".")
+    assert lines[2].strip().partition("  ")[0] == dict(ROWS)[file]
+    assert len(lines) <= 24, file
