@@ -221,7 +221,7 @@ class Layer:
         if name == "sequence_to_head":
             moved = sum(self.args.lengths) * (degree - 1) * self.row_bytes // degree**2
             return moved, 2 * moved
-        _, paths = StatePasses(self.cp.layout).choose(self.state_bytes)
+        paths = StatePasses(self.cp.layout).choose(self.state_bytes).paths
         rank = dist.get_rank()
         taken, given = (
             sum(move.rows for path in paths for move in getattr(path, way) if move.peer != rank)

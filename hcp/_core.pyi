@@ -9,6 +9,7 @@ from typing_extensions import disjoint_base
 CORE_HASH: str
 COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal["a2a+p2p"]]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
+STATES_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
@@ -92,6 +93,8 @@ class Plan:
     ) -> memoryview: ...
     def route_roll(self, micro_batch: int, rank: int, shift: int) -> memoryview: ...
     def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
+    def states(self, micro_batch: int, rank: int, by_rounds: bool) -> memoryview: ...
+    def states_rows(self, micro_batch: int, rank: int) -> tuple[int, int, int]: ...
 
 @final
 class Layout:

@@ -582,6 +582,40 @@ static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwarg
   return hcp_py_table(module_of(self), table);
 }
 
+static PyObject *plan_states(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank", "by_rounds", NULL};
+  PyObject *place[2];
+  int32_t micro_batch, rank;
+  int by_rounds;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOp:states", keywords, &place[0], &place[1],
+                                   &by_rounds) ||
+      place_from(place, &micro_batch, &rank) < 0)
+    return NULL;
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status =
+      hcp_states_create(plan_of(self), micro_batch, rank, by_rounds, &table, &err);
+  Py_END_ALLOW_THREADS return status == HCP_OK ? hcp_py_table(module_of(self), table)
+                                               : hcp_py_raise(&err);
+}
+
+static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank", NULL};
+  PyObject *place[2];
+  int32_t micro_batch, rank;
+  hcp_states_rows rows;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:states_rows", keywords, &place[0],
+                                   &place[1]) ||
+      place_from(place, &micro_batch, &rank) < 0)
+    return NULL;
+  if (hcp_states_measure(plan_of(self), micro_batch, rank, &rows, &err) != HCP_OK)
+    return hcp_py_raise(&err);
+  return Py_BuildValue("(LLi)", (long long)rows.gathered, (long long)rows.by_rounds,
+                       (int)rows.rounds);
+}
+
 static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
   hcp_error err;
   const char *text = PyUnicode_AsUTF8AndSize(operation, NULL);
@@ -605,6 +639,10 @@ static PyMethodDef plan_methods[] = {
      "Rows of a micro-batch shifted along their sequences."},
     {"route_halo", (PyCFunction)(void (*)(void))plan_route_halo, METH_VARARGS | METH_KEYWORDS,
      "Each span of a micro-batch, after the rows that come before it in its sequence."},
+    {"states", (PyCFunction)(void (*)(void))plan_states, METH_VARARGS | METH_KEYWORDS,
+     "How states of a micro-batch get from rank to rank, as words of a table."},
+    {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
+     "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plan_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(plan_dealloc)},

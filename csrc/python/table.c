@@ -48,13 +48,17 @@ int hcp_py_add_table(PyObject *module) {
 #define WIDTH(name, width) width,
   static const char *const route_names[] = {HCP_ROUTE_SECTIONS(NAME)};
   static const int route_widths[] = {HCP_ROUTE_SECTIONS(WIDTH)};
+  static const char *const states_names[] = {HCP_STATES_SECTIONS(NAME)};
+  static const int states_widths[] = {HCP_STATES_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
 #undef NAME
 #undef WIDTH
   if (hcp_py_add_type(module, "_Table", &table_spec) < 0 ||
       hcp_py_add_owned(module, "ROUTE_SECTIONS",
-                       sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0)
+                       sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(module, "STATES_SECTIONS",
+                       sections_tuple(states_names, states_widths, HCP_STATES_SECTION_COUNT)) < 0)
     return -1;
   return hcp_py_add_owned(
       module, "SCHEDULE_SECTIONS",

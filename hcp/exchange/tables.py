@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     micro_batch: int
 
 
-class _Table:
+class Sections:
     """Named sections of a table's words."""
 
     SECTIONS: Sequence[tuple[str, int]]
@@ -67,15 +67,15 @@ class _Table:
         return [Move(*record) for record in self.records(name)]
 
 
-def _places(sections: Sequence[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+def places(sections: Sequence[tuple[str, int]]) -> dict[str, tuple[int, int]]:
     return {name: (index, width) for index, (name, width) in enumerate(sections)}
 
 
-class Route(_Table):
+class Route(Sections):
     """The way of rows from a source to an output: packed, sent, received, arranged."""
 
     SECTIONS = _core.ROUTE_SECTIONS
-    PLACES = _places(SECTIONS)
+    PLACES = places(SECTIONS)
 
     def __init__(self, words: memoryview) -> None:
         super().__init__(tensor_of(words, torch.int64))
@@ -227,11 +227,11 @@ _NO_LIMIT = 2**40
 """The number for no limit of a window, in a table."""
 
 
-class Schedule(_Table):
+class Schedule(Sections):
     """The steps of one attention layer on one rank."""
 
     SECTIONS = _core.SCHEDULE_SECTIONS
-    PLACES = _places(SECTIONS)
+    PLACES = places(SECTIONS)
 
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)

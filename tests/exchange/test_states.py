@@ -283,8 +283,8 @@ def test_bytes_do_not_depend_on_the_length() -> None:
 def test_rounds_are_taken_where_they_bring_fewer_bytes(degree: int, by_rounds: bool) -> None:
     plan = hcp.plan([160], ranks=degree, max_tokens_per_rank=160, min_degree=degree)
     passes = passing.StatePasses(hcp.Layout(plan, 0, 0))
-    assert passes.choose(1 << 30)[0] == by_rounds
-    assert not passes.choose(1 << 10)[0]
+    assert passes.choose(1 << 30).by_rounds == by_rounds
+    assert not passes.choose(1 << 10).by_rounds
 
 
 # ---- refused -------------------------------------------------------------------------------------

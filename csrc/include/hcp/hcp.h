@@ -408,13 +408,13 @@ void hcp_layout_destroy(hcp_layout *layout);
 
 /* ---- Tables ------------------------------------------------------------- */
 
-/* A route or a schedule: sections of records of integers in one array, so that it
+/* A route, states or a schedule: sections of records of integers in one array, so that it
  * travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
  *
  * words[0] and words[1] are the caller's own (zero at first). words[2 + 2 * s] and
  * words[3 + 2 * s] are the first word and the number of records of section s, one of
- * those that HCP_ROUTE_SECTIONS or HCP_SCHEDULE_SECTIONS lists. The caller owns the
- * table. */
+ * those that HCP_ROUTE_SECTIONS, HCP_STATES_SECTIONS or HCP_SCHEDULE_SECTIONS lists. The caller
+ * owns the table. */
 typedef struct hcp_table {
   int64_t *words;
   int64_t word_count;
@@ -471,7 +471,62 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 
-/* ---- 6. Schedule -------------------------------------------------------- */
+/* ---- 6. States ---------------------------------------------------------- */
+
+/* Recurrent layers map the state that enters a span (see hcp_layout) to the one that leaves it.
+ * Maps of consecutive spans make one of the same kind, so that ranks exchange maps, and none waits
+ * for another to compute. States start anew in each document. A rank's padding is a document of
+ * its own, with one span, the rank's last. The order of a span is its number in its document.
+ *
+ * Gathering: every rank gets the maps of all spans before its own, and composes them.
+ * Rounds: in each, a span gets a map of twice as many spans as in the round before (the scan of
+ * Hillis and Steele, https://doi.org/10.1145/7902.7903). A document's first span wants none.
+ *
+ * X(name, words per record). PACK to ARRANGE are as in HCP_ROUTE_SECTIONS, of one path after the
+ * other: the gathering has one, each round has one.
+ *
+ *   PATHS     ends of the path's records in PACK, SENDS, RECEIVES and ARRANGE, then its sent rows
+ *             and its received rows, which are its output rows
+ *   WANTING   (span): rounds; the own span that each output row is for, round after round
+ *   SIZES     gathering; documents of own spans
+ *   LEVELS    (states): gathering; how many states a level has. The output rows are its maps. A
+ *             level comes before the first one: the states that documents start with
+ *   KEPT      (state): gathering; which state of the level before each map is applied to
+ *   ENTERING  (state): gathering; the state that enters each own span, of all levels end to end */
+#define HCP_STATES_SECTIONS(X) \
+  X(PATHS, 6)                  \
+  X(PACK, 2)                   \
+  X(SENDS, 3)                  \
+  X(RECEIVES, 3)               \
+  X(ARRANGE, 2)                \
+  X(WANTING, 1)                \
+  X(SIZES, 1)                  \
+  X(LEVELS, 1)                 \
+  X(KEPT, 1)                   \
+  X(ENTERING, 1)
+
+enum {
+#define HCP_STATES_ENUM(name, width) HCP_STATES_##name,
+  HCP_STATES_SECTIONS(HCP_STATES_ENUM)
+#undef HCP_STATES_ENUM
+      HCP_STATES_SECTION_COUNT
+};
+
+/* Rows that the busiest rank of a group gets from others, of all rounds together. */
+typedef struct hcp_states_rows {
+  int64_t gathered, by_rounds;
+  int32_t rounds;
+} hcp_states_rows;
+
+/* The same on all ranks of a group. */
+hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                              hcp_states_rows *rows, hcp_error *err);
+
+/* HCP_INVALID in a plan with branches, and for a rank without rows. */
+hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             int32_t by_rounds, hcp_table **states, hcp_error *err);
+
+/* ---- 7. Schedule -------------------------------------------------------- */
 
 #define HCP_COMM_TYPES(X)     \
   X(P2P, "p2p")               \
@@ -625,7 +680,7 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
                                int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
                                hcp_error *err);
 
-/* ---- 7. Grid ------------------------------------------------------------ */
+/* ---- 8. Grid ------------------------------------------------------------ */
 
 #define HCP_DIMENSIONS(X) \
   X(TP, "tp")             \
@@ -667,7 +722,7 @@ hcp_status hcp_grid_groups(const hcp_grid *grid, const char *role, int32_t *rank
 hcp_status hcp_grid_shares(const hcp_grid *a, const hcp_grid *b, const char *role, int32_t *same,
                            hcp_error *err);
 
-/* ---- 8. Rebind ---------------------------------------------------------- */
+/* ---- 9. Rebind ---------------------------------------------------------- */
 
 /* How the caller reads and writes slot i, a place in a model that holds a process group.
  * Callbacks return 0 for success; anything else stops the switch and is undone. get hands over one
