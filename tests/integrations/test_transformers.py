@@ -9,6 +9,7 @@ import json
 import logging
 import logging.handlers
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -267,6 +268,29 @@ def test_another_attention_can_be_set_again():
     register_hcp_attention(model)
     model.set_attn_implementation("eager")
     assert torch.equal(model(tokens, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("other", ["eager", "sdpa"])
+def test_a_micro_batch_is_refused_while_another_attention_is_set(other):
+    """Another attention takes no notice of `cp=`: each rank would see its own rows alone."""
+    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+
+    model, (document,) = build("llama"), documents([12])
+    register_hcp_attention(model)
+    model = pickle.loads(pickle.dumps(model))  # as a launcher may send it
+
+    def compute(groups):
+        plan = hcp.plan([12], ranks=2, max_tokens_per_rank=6, min_degree=2)
+        own = [document] if groups.transport.rank == 0 else []
+        for cp, local in hcp.dispatch(plan, own, [0], groups):
+            model(**model_inputs(cp, local))
+
+    hcp.loopback(2, compute)
+    model.set_attn_implementation(other)
+    with pytest.raises(ValueError, match=f"with cp= while its attention is '{other}', expected 'h"):
+        hcp.loopback(2, compute)
+    model.set_attn_implementation("hcp")
+    hcp.loopback(2, compute)
 
 
 def test_generate_is_refused_while_sharded_and_works_after():

@@ -70,6 +70,36 @@ class Positions:
         return positional, keywords | {"position_ids": positions + self.first}
 
 
+class KeptAttention:
+    """A pre-hook of a model with hcp's attention: a call with `cp=` computes by no other one.
+
+    Transformers' own ignore `cp=`, so that each rank would attend to its own rows alone.
+    """
+
+    def __init__(self, attention: str) -> None:
+        self.attention = attention
+
+    def __call__(
+        self, model: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        if keywords.get("cp") is None:
+            return
+        found = _text_config(model)._attn_implementation
+        if found != self.attention:
+            raise ValueError(
+                f"{type(model).__name__} was called with cp= while its attention is {found!r}, "
+                f"expected {self.attention!r}: another attention sees only the rows of this rank. "
+                f"Call model.set_attn_implementation({self.attention!r}), or leave cp= out"
+            )
+
+
+def keep_attention(model: nn.Module, attention: str) -> None:
+    """Refuse calls with `cp=` that would compute by another attention, from now on."""
+    hooks = model._forward_pre_hooks.values()
+    if not any(isinstance(hook, KeptAttention) for hook in hooks):
+        model.register_forward_pre_hook(KeptAttention(attention), with_kwargs=True)
+
+
 def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) -> None:
     """Set the attention implementation `attention` in a model, if it passes a test.
 
@@ -97,6 +127,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
                 _fuse_rotary(model, attention, document, others, packed)
             if latents:
                 _send_latents(model, attention, document, others, packed)
+        keep_attention(model, attention)
     except BaseException:
         mark(model, False)
         let_model_rotate(model)
@@ -110,9 +141,15 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
 def _of_text(model: nn.Module, attention: str, before: dict[str, str]) -> dict[str, str]:
     """Return the implementations of a model's parts with `attention` in those that compute text.
     Towers of images or audio keep their own."""
-    config: Any = model.config
-    text = {"", *(n for n in before if n and getattr(config, n) is config.get_text_config())}
+    config, of_text = model.config, _text_config(model)
+    text = {"", *(name for name in before if name and getattr(config, name) is of_text)}
     return {name: attention if name in text else own for name, own in before.items()}
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of the part that computes text: of two such parts, the decoder."""
+    config: Any = model.config
+    return config.get_text_config()
 
 
 def mark(model: nn.Module, checked: bool) -> None:

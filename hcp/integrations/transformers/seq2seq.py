@@ -25,6 +25,7 @@ from hcp.integrations.transformers.probe import (
     difference_of,
     evaluating,
     implementations,
+    keep_attention,
     mark,
     tolerance,
 )
@@ -70,6 +71,7 @@ def register_for_seq2seq(model: Any) -> None:
                     f"{name}'s logits of packed pairs are {apart:.1%} off its own, expected "
                     f"at most {limit:.0%}: it computes something that hcp does not know"
                 )
+        keep_attention(model, ATTENTION)
     except BaseException:
         mark(model, False)
         model.set_attn_implementation(before)
