@@ -1,10 +1,10 @@
 """Make a release: python .github/release.py 0.2.0
 
 It writes the version to hcp/_version.py, CITATION.cff, docs/card.yaml, and the minor version to
-SECURITY.md and docs/reference/support.md. CITATION.cff also gets today's date, and the address of
-the repository where the remote `origin` has one. It gives the unreleased section of CHANGELOG.md
-that name and date, commits, and sets the tag v0.2.0. Nothing is pushed: the workflow of releases
-builds and publishes what is pushed as a tag.
+SECURITY.md, docs/reference/support.md and csrc/include/hcp/hcp.h. CITATION.cff also gets today's
+date, and the address of the repository where the remote `origin` has one. It gives the unreleased
+section of CHANGELOG.md that name and date, commits, and sets the tag v0.2.0. Nothing is pushed: the
+workflow of releases builds and publishes what is pushed as a tag.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
 UNRELEASED = "## [Unreleased]\n"
+HEADER = "csrc/include/hcp/hcp.h"
 NEWEST = r"newest release, \d+\.\d+"
 
 
@@ -30,6 +31,7 @@ def main() -> None:
         raise SystemExit(f"the tag v{version} exists, expected a new version")
     today = datetime.now(UTC).date().isoformat()
     minor = version.rpartition(".")[0]
+    major, _, of_major = minor.partition(".")
     texts = {
         "hcp/_version.py": replaced(
             "hcp/_version.py", r'__version__ = ".*"', f'__version__ = "{version}"'
@@ -43,6 +45,11 @@ def main() -> None:
         "SECURITY.md": replaced("SECURITY.md", NEWEST, f"newest release, {minor}"),
         "docs/reference/support.md": replaced(
             "docs/reference/support.md", NEWEST, f"newest release, {minor}"
+        ),
+        HEADER: replaced(
+            HEADER,
+            r"(?m)^#define HCP_VERSION_MAJOR \d+\n#define HCP_VERSION_MINOR \d+$",
+            f"#define HCP_VERSION_MAJOR {major}\n#define HCP_VERSION_MINOR {of_major}",
         ),
         "CHANGELOG.md": released(f"## [{version}] - {today}\n"),
     }

@@ -132,7 +132,7 @@ class Contestant:
             return f"not installed: pip install {self.package} ({self.url})"
         if device not in self.devices:
             return f"needs {' or '.join(self.devices)}"
-        if self.composite and not _is_composite(ranks):
+        if self.composite and _factor(ranks) == ranks:
             return f"needs a number of ranks that is a product, such as 4, not {ranks}"
         return None
 
@@ -159,8 +159,9 @@ def _importable(module: str) -> bool:
     return True
 
 
-def _is_composite(ranks: int) -> bool:
-    return any(ranks % d == 0 for d in range(2, ranks))
+def _factor(ranks: int) -> int:
+    """Return the smallest factor above 1, or the number itself."""
+    return next((d for d in range(2, ranks) if ranks % d == 0), ranks)
 
 
 # ---- hcp -----------------------------------------------------------------------------------------
@@ -176,12 +177,15 @@ def _hcp(comm_type: Any) -> Callable[[Job], Part]:
             max_tokens_per_rank=sum(case.lengths),
             min_degree=job.ranks,
         )
-        levels = {}
-        if comm_type == "a2a+p2p":
-            inner = next(d for d in range(2, job.ranks) if job.ranks % d == 0)
-            levels = {"hierarchical_context_parallel_sizes": (inner, job.ranks // inner)}
+        inner = _factor(job.ranks)
         cp = hcp.ContextParallelHandler(
-            plan, 0, groups.transport, comm_types=(comm_type,), **levels
+            plan,
+            0,
+            groups.transport,
+            comm_types=(comm_type,),
+            hierarchical_context_parallel_sizes=(
+                (inner, job.ranks // inner) if comm_type == "a2a+p2p" else ()
+            ),
         )
         spans = [torch.arange(start, start + n) + case.starts[s] for s, start, n in cp.layout.spans]
         rows = torch.cat([torch.arange(0), *spans])
@@ -237,9 +241,10 @@ def torch_sdpa(job: Job) -> Part:
     rows = torch.arange(sum(case.rows), device=job.device)
     with context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0], no_restore_buffers={rows}):
         q, k, v = job.cut(rows.cpu())
-        keys, values = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+        groups = case.heads // case.kv_heads
+        query, key, value = map(_batched, (q, *(x.repeat_interleave(groups, 1) for x in (k, v))))
         out = functional.scaled_dot_product_attention(
-            *(_batched(x) for x in (q, keys, values)), is_causal=case.causal, scale=case.scale
+            query, key, value, is_causal=case.causal, scale=case.scale
         )
         out = out.squeeze(0).transpose(0, 1)
         if job.gradients:  # inside of the context, as it says

@@ -14,6 +14,7 @@ import pytest
 import hcp
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADER, PARTS = "csrc/include/hcp/hcp.h", ("MAJOR", "MINOR")
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
@@ -54,7 +55,8 @@ def test_a_workflow_uses_official_actions_by_version_and_no_host(path: Path) -> 
     text = path.read_text()
     uses = re.findall(r"uses: (\S+)", text)
     assert uses
-    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in uses)
+    official = r"actions/[a-z-]+@v\d+|pypa/gh-action-pypi-publish@release/v1"
+    assert all(re.fullmatch(official, action) for action in uses)
     assert "://" not in text
 
 
@@ -109,6 +111,16 @@ def test_the_pages_of_support_name_the_newest_minor_release() -> None:
     assert number(named.pop()) >= number(hcp.__version__)
 
 
+def test_the_header_of_the_core_is_of_the_same_release() -> None:
+    assert number(header_version(ROOT)) == number(hcp.__version__)[:2]
+
+
+def header_version(folder: Path) -> str:
+    text = (folder / HEADER).read_text()
+    parts = [re.findall(rf"(?m)^#define HCP_VERSION_{part} (\d+)$", text) for part in PARTS]
+    return ".".join(found for (found,) in parts)
+
+
 def test_extras_name_the_distribution_and_not_its_namesake() -> None:
     extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
     assert PROJECT["name"] == "hcp-torch"
@@ -120,7 +132,9 @@ def test_extras_name_the_distribution_and_not_its_namesake() -> None:
 def released(tmp_path: Path) -> Path:
     """A repository of the files that a release writes."""
     files = "hcp/_version.py", "CITATION.cff", "docs/card.yaml", "CHANGELOG.md", "SECURITY.md"
-    for name in (".github/release.py", "docs/reference/support.md", *files):
+    scripts = ".github/release.py", ".github/notes.py"
+    files = *files, *scripts, "docs/reference/support.md", HEADER
+    for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     add_change(tmp_path)
@@ -147,8 +161,12 @@ def git(folder: Path, *arguments: str) -> str:
 
 def release(folder: Path, *versions: str) -> str:
     """What it says, with its exit code where that is not 0."""
-    command = [sys.executable, ".github/release.py", *versions]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return run(folder, ".github/release.py", *versions)
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a script says, with its exit code where that is not 0."""
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
     return f"{done.returncode or ''}{done.stdout}{done.stderr}"
 
 
@@ -160,12 +178,24 @@ def test_a_release_is_one_version_in_all_files_and_a_tag(released: Path) -> None
         assert "version: 9.8.7\n" in (released / name).read_text()
     for name in ("SECURITY.md", "docs/reference/support.md"):
         assert "newest release, 9.8," in (released / name).read_text()
+    assert header_version(released) == "9.8"
     changes = (released / "CHANGELOG.md").read_text()
     assert re.search(r"## \[Unreleased\]\n\n## \[9\.8\.7\] - \d{4}-\d\d-\d\d\n", changes)
     assert git(released, "status", "--porcelain") == ""
     assert release(released, "9.8.7").startswith("1the tag v9.8.7 exists")
     assert release(released, "9.8.8").startswith("1CHANGELOG.md has nothing")
     assert git(released, "status", "--porcelain") == ""
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog(released: Path) -> None:
+    before = run(released, ".github/notes.py", f"v{hcp.__version__}")
+    assert "A change." not in before
+    release(released, "9.8.7")
+    notes = run(released, ".github/notes.py", "v9.8.7")
+    assert notes.startswith("- A change.\n")
+    assert "\n## " not in notes
+    other = run(released, ".github/notes.py", "v9.8.6")
+    assert other.startswith("1the tag is v9.8.6, and hcp/_version.py has ['9.8.7'], expected")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,22 @@
  * value is immutable once its create call has returned, so any thread may read
  * it. Arguments are borrowed for the call unless a comment says more. Outputs
  * are written on success only. Every destroy call accepts NULL.
+ *
+ * Functions, structs and their order may change in any minor release, and do not
+ * in a patch release. No library with these symbols is installed: a caller
+ * compiles csrc/core/ of the same release into its own program. It says at its
+ * top which release it was written for:
+ *
+ *   #if HCP_VERSION_MAJOR != 0 || HCP_VERSION_MINOR != 2
+ *   #error "written for hcp 0.2"
+ *   #endif
  */
 #ifndef HCP_HCP_H
 #define HCP_HCP_H
+
+/* The release of this header. */
+#define HCP_VERSION_MAJOR 0
+#define HCP_VERSION_MINOR 2
 
 #include <stddef.h>
 #include <stdint.h>
