@@ -41,6 +41,8 @@ from torch import Tensor
 
 LIMITS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.03}
 UNCHECKED = ("IndexError", "KeyError", "TypeError", "AttributeError", ENDED, LATE)
+ECHOES = ("gloo/transport", "imed out", "onnection closed", "NCCL error", "Wait timeout")
+"""Words of the errors that a rank gets when another one has failed."""
 SHOWN = 110
 """Characters of a message in the table."""
 
@@ -120,9 +122,8 @@ def answers(
 
 
 def _echoes(failure: Failure) -> tuple[bool, bool]:
-    """Order failures: those of ranks that waited for another one come last."""
-    waited = "imed out" in failure.message or "onnection closed" in failure.message
-    return failure.kind == LATE, waited
+    """Order failures: those of ranks that lost another one, or waited for it, come last."""
+    return failure.kind == LATE, any(word in failure.message for word in ECHOES)
 
 
 def errors_of(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, float]:
