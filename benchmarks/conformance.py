@@ -16,8 +16,9 @@ Columns:
                         libraries compute float64 in float32, and below 0.03 in bfloat16
              wrong      they are not, or a token is missing or NaN
              refused    an error of the library on some rank, with its words
-             crashed    a process ended, did not answer in --seconds, or failed inside where nothing
-                        was checked (IndexError, KeyError, TypeError, AttributeError)
+             crashed    a process ended, or failed inside where nothing was checked (IndexError,
+                        KeyError, TypeError, AttributeError)
+             no answer  in twice --seconds
              not taken  the library's interface, or this adapter, has no argument for it
              "right forward, refused backward" and the like where the two differ
 """
@@ -40,7 +41,7 @@ from peers.conforming import CONTESTANTS, Contestant, Job, NotTaken, Part
 from torch import Tensor
 
 LIMITS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.03}
-UNCHECKED = ("IndexError", "KeyError", "TypeError", "AttributeError", ENDED, LATE)
+UNCHECKED = ("IndexError", "KeyError", "TypeError", "AttributeError", ENDED)
 ECHOES = ("gloo/transport", "imed out", "onnection closed", "NCCL error", "Wait timeout")
 """Words of the errors that a rank gets when another one has failed."""
 SHOWN = 110
@@ -160,6 +161,8 @@ def verdict(case: Case, forward: float, backward: dict[str, float]) -> str:
 
 
 def said(failure: Failure) -> str:
+    if failure.kind == LATE:
+        return failure.message
     first = " ".join(failure.message.split())
     words = first if len(first) <= SHOWN else f"{first[: SHOWN - 3]}..."
     word = "crashed" if failure.kind in UNCHECKED else "refused"

@@ -58,7 +58,8 @@ class Pool:
         for _, pipe in self._ranks:
             pipe.send((function, args, store, seconds))
         end = time.monotonic() + 2 * seconds
-        answers = [_answer(process, pipe, end) for process, pipe in self._ranks]
+        late = Failure(LATE, f"no answer in {2 * seconds:g} s")
+        answers = [_answer(process, pipe, end, late) for process, pipe in self._ranks]
         failed = [answer for answer in answers if isinstance(answer, Failure)]
         gone = any(each.kind in (ENDED, LATE) for each in failed)
         if gone or (failed and self.device == "cuda"):  # whose context an error may have spoiled
@@ -86,9 +87,9 @@ class Pool:
             self._ranks.append((process, here))
 
 
-def _answer(process: Any, pipe: connection.Connection, end: float) -> Any:
+def _answer(process: Any, pipe: connection.Connection, end: float, late: Failure) -> Any:
     if not pipe.poll(max(0.0, end - time.monotonic())):
-        return Failure(LATE, "no answer in time")
+        return late
     try:
         return pipe.recv()
     except EOFError:

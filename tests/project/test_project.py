@@ -128,6 +128,13 @@ def test_extras_name_the_distribution_and_not_its_namesake() -> None:
     assert not any(re.match(r"hcp\b(?!-torch)", line) for line in extras)
 
 
+def test_the_paths_that_want_a_reviewer_exist() -> None:
+    lines = (ROOT / ".github/CODEOWNERS").read_text().splitlines()
+    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert paths
+    assert [path for path in paths if not (ROOT / path.lstrip("/")).exists()] == []
+
+
 @pytest.fixture
 def released(tmp_path: Path) -> Path:
     """A repository of the files that a release writes."""
