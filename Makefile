@@ -14,6 +14,11 @@ ARGS    ?=
 NOTE    := hcp/_built_from.txt
 CUDA    ?= $(if $(shell command -v nvidia-smi)$(wildcard /proc/driver/nvidia/version)$(filter cuda,$(shell cat $(NOTE) 2>/dev/null)),1)
 
+# The versions of other packages: the oldest or the last one that hcp/_versions.py names as tested, or
+# the newest that pip finds. An environment keeps its torch.
+EDGE    ?= pinned
+at       = $(shell $(PYTHON) .github/extras.py --edge $(EDGE) --package $(1))
+
 # Trainers whose tests make test leaves out. Each gets an environment .venv-NAME-EDGE of its own, and
 # runs its files of tests/integrations and the documents of that name. One without a target below is
 # an extra of pyproject.toml.
@@ -37,7 +42,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup setup-test tools demo test test-project lint test-clang test-long test-matrix test-integrations test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup setup-test tools demo test test-project lint test-clang test-long test-matrix test-integrations test-torch test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -47,7 +52,10 @@ help:
 	@echo "make test-clang  the planner's tests and the operators' with a hcp that clang built"
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-integrations  tests of Transformers, Accelerate and Megatron-Core in one environment"
-	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
+	@echo "make test-torch  the core's tests in an environment of their own: EDGE=oldest with the oldest"
+	@echo "                 torch that hcp takes, EDGE=newest with the newest one"
+	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS);"
+	@echo "                 EDGE=oldest, pinned or newest versions of them"
 	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make docs-links  whether addresses in the documentation still answer"
@@ -94,30 +102,25 @@ test-integrations: setup-test $(WITH)transformers
 	@$(INSTALL) $(MEGATRON)
 	$(RUN) tests/integrations tests/megatron_style/test_packed.py $(ARGS)
 
+test-torch:
+	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-torch-$(EDGE) \
+	  TORCH=$(if $(filter pinned,$(EDGE)),$(TORCH),$(call at,torch))
+
 test-trainers: $(TRAINERS:%=test-trainer-%)
 
-# EDGE=oldest tests the oldest version that pyproject.toml allows; pip takes the newest one.
-EDGE ?= newest
-OLDEST_accelerate = accelerate==1.15.0
-OLDEST_lightning = lightning==2.6.0
 test-trainer-%: TRAINER = $(CURDIR)/.venv-$*-$(EDGE)
 test-trainer-%: FORCE
 	$(MAKE) setup-test $(TRAINER)/.hcp-with-$* VIRTUAL_ENV=$(TRAINER)
-	$(if $(filter oldest,$(EDGE)),$(call install,$(TRAINER)) $(OLDEST_$*))
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) \
 	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
 
-# TRL and what it needs, and every causal architecture of Transformers. EDGE=oldest takes the oldest
-# versions that pyproject.toml allows, whose table is not the guide's. SWEEP= leaves the table out.
-TRANSFORMERS_oldest = transformers==5.17.0 accelerate==1.15.0
-TRANSFORMERS_newest = transformers==5.24.0 accelerate==1.15.0
+# TRL and what it needs, and every causal architecture of Transformers. The guide's table is that of
+# the pinned version. SWEEP= leaves the table out.
 SWEEP ?= 1
-SWEEP_oldest =
-SWEEP_newest = --check
+SWEEP_pinned = --check
 test-trainer-transformers: TRAINER = $(CURDIR)/.venv-transformers-$(EDGE)
 test-trainer-transformers: FORCE
 	$(MAKE) setup-test $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
-	$(call install,$(TRAINER)) $(TRANSFORMERS_$(EDGE))
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) tests/integrations/test_trl.py \
 	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
 	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
@@ -128,21 +131,24 @@ OF_TRANSFORMERS = $(wildcard tests/integrations/test_transformers*.py) \
 sweep-transformers: setup-test $(WITH)transformers
 	PYTHONPATH=$(CURDIR)/tests $(PY) -m support.sweep --write
 
-# The oldest Megatron-Core that hcp takes, and the one that Python 3.11 gets.
-test-trainer-megatron: TRAINER = $(CURDIR)/.venv-megatron
+# The oldest Megatron-Core is the one that Python 3.11 gets. Later ones ask for Python 3.12, and for
+# what a GPU needs.
+test-trainer-megatron: TRAINER = $(CURDIR)/.venv-megatron-$(EDGE)
 test-trainer-megatron: FORCE
 	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
-	$(call install,$(TRAINER)) $(MEGATRON)
+	$(call install,$(TRAINER)) $(if $(filter oldest,$(EDGE)),$(call at,megatron-core),einops omegaconf)
+	$(if $(filter oldest,$(EDGE)),,$(call install,$(TRAINER)) --no-deps --ignore-requires-python \
+	  --upgrade triton==3.7.1 $(call at,megatron-core))
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_MEGATRON) tests/megatron_style/test_packed.py \
 	  tests/project/test_docs.py -k 'not test_docs or megatron' $(ARGS)"
 OF_MEGATRON = $(addprefix tests/integrations/test_,megatron.py megatron_data.py \
   megatron_layers.py megatron_training.py bridge.py)
 
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
-test-trainer-torchtitan: TRAINER = $(CURDIR)/.venv-torchtitan
+test-trainer-torchtitan: TRAINER = $(CURDIR)/.venv-torchtitan-$(EDGE)
 test-trainer-torchtitan: FORCE
 	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
-	$(call install,$(TRAINER)) torchtitan==0.3.0
+	$(call install,$(TRAINER)) --upgrade $(call at,torchtitan)
 	$(call install,$(TRAINER)) --no-deps triton==3.7.1
 	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)"
 
@@ -221,7 +227,7 @@ sdist: $(READY)
 
 # TORCHES='2.11.0 2.12.1' and PYTHONS='python3.12' choose others. Without PYTHONS, it takes each
 # release of CPython that this machine has.
-TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PYTHONS ?=
 test-matrix:
 	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) wheel
@@ -250,9 +256,9 @@ $(READY): $(BUILT_FROM) | $(PY)
 	@$(if $(or $(CUDA),$(filter-out undefined,$(origin NVCC))),,NVCC=) $(INSTALL) --editable .
 	@echo '$(CURDIR) CUDA=$(CUDA)' > $@
 
-$(WITH)%: pyproject.toml | $(READY)
+$(WITH)%: pyproject.toml hcp/_versions.py $(if $(filter newest,$(EDGE)),FORCE) | $(READY)
 	@echo "Installing what make $* needs, 10 seconds"
-	@$(PY) .github/extras.py $* | $(INSTALL) --requirement /dev/stdin
+	@$(PY) .github/extras.py --edge $(EDGE) $* | $(INSTALL) $(if $(filter newest,$(EDGE)),--upgrade) --requirement /dev/stdin
 	@touch $@
 
 # ---- Checks --------------------------------------------------------------------------------------

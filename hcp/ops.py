@@ -24,12 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp._versions import check_version
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that are summed, merged, rotated and cast."""
 
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
-
+check_version("torch", torch.__version__, check="Try your build: python -m hcp doctor")
 torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hcp._versions import installed
 from hcp.cli.arguments import new_parser
-from hcp.programs.versions import installed
 
 if TYPE_CHECKING:
     from hcp.attention.kernels import Kernel

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from hcp._versions import require
 from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
@@ -35,7 +36,6 @@ from hcp.integrations.loader import (
     warn_of_the_barrier,
 )
 from hcp.planning.cost import CostModel
-from hcp.programs.versions import require
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
@@ -58,10 +58,9 @@ SEAMS = (
 
 require(
     "accelerate",
-    "1.15",
-    "1.15",
-    seams=SEAMS,
+    SEAMS,
     check="Compare the losses of a few steps on one rank and on two.",
+    needed_by=__name__,
 )
 
 COMM_TYPES = {"allgather": "all_gather", "alltoall": "p2p"}

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from hcp._versions import require
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.columns import causal_lm_sample
@@ -28,7 +29,6 @@ from hcp.integrations.loader import (
     eval_layout,
     warn_of_the_barrier,
 )
-from hcp.programs.versions import require
 from hcp.step.dispatch import Step
 from hcp.step.stats import StepStats
 
@@ -44,10 +44,9 @@ SEAMS = (
 
 require(
     "lightning",
-    "2.6",
-    "2.6",
-    seams=SEAMS,
+    SEAMS,
     check="Compare the losses of a few steps on one rank and on two.",
+    needed_by=__name__,
 )
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402

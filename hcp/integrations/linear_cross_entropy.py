@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hcp.programs.versions import installed, numbers
+from hcp._versions import installed, numbers
 
 LIGER = "0.8.5"
 """The first version whose gradient of each row's loss is right."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import hcp
 import hcp.step.backends
+from hcp import _versions
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, KernelFamily, Launch, in_packs
 from hcp.attention.kernels.formula import Formula
@@ -306,6 +307,19 @@ def test_an_old_cudnn_is_refused(cudnn: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cudnn.cudnn, "backend_version_string", lambda: "9.10.1")
     with pytest.raises(ValueError, match=r"cuDNN is 9\.10\.1, expected 9\.10\.2 or later"):
         cudnn.for_device(torch.device("cpu"))
+
+
+def test_an_older_frontend_is_refused_and_a_newer_one_warned_of(
+    cudnn: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_versions, "_warned", set())
+    monkeypatch.setattr(_versions, "installed", lambda package: "1.31.0")
+    with pytest.raises(ImportError, match=r"^nvidia-cudnn-frontend is 1\.31\.0, expected 1\.32\.0"):
+        cudnn.for_device(torch.device("cpu"))
+    monkeypatch.setattr(_versions, "installed", lambda package: "2.0.0")
+    assert cudnn.for_device(torch.device("cpu"))
+    (said,) = caplog.messages
+    assert said.startswith("hcp was tested with nvidia-cudnn-frontend 1.32.0; this is 2.0.0. ")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from support.board import check
 from support.examples import EXAMPLES
 from support.ranks import run_module
 
+from hcp._versions import installed
 from hcp.integrations.megatron import EvalContextParallel
-from hcp.programs.versions import installed
 
 pytestmark = pytest.mark.skipif(
     installed("megatron-bridge") is None,

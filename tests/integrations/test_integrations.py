@@ -17,9 +17,9 @@ from support import trainer
 from support.ranks import run_ranks
 
 import hcp
+from hcp import _versions as versions
+from hcp._versions import check_if_installed, require
 from hcp.integrations.megatron import wrap_evaluate
-from hcp.programs import versions
-from hcp.programs.versions import require, require_one_of
 
 
 def evaluate_as_megatron_lm_does(rank, size):
@@ -74,13 +74,13 @@ INTEGRATIONS = {
 """The entry of each integration, and a version that it refuses."""
 
 EXPECTED = {
-    "accelerate": 'expected 1.15, which hcp was tested with: pip install "accelerate>=1.15,<1.16"',
-    "lightning": 'expected 2.6, which hcp was tested with: pip install "lightning>=2.6,<2.7"',
+    "accelerate": 'expected 1.15.0, which hcp was tested with: pip install "accelerate>=1.15"',
+    "lightning": 'expected 2.6.0 or 2.6.6, which hcp was tested with: pip install "lightning>=2.6"',
     "megatron-core": "expected 0.16.1 or 0.19.2, which hcp was tested with: "
-    "pip install megatron-core==0.16.1",
-    "torchtitan": "expected 0.3.0, which hcp was tested with: pip install torchtitan==0.3.0",
-    "transformers": "expected 5.17 to 5.24, which hcp was tested with: "
-    'pip install "transformers>=5.17,<5.25"',
+    'pip install "megatron-core>=0.16"',
+    "torchtitan": 'expected 0.3.0, which hcp was tested with: pip install "torchtitan>=0.3"',
+    "transformers": "expected 5.17.0, 5.23.0 or 5.24.0, which hcp was tested with: "
+    'pip install "transformers>=5.17"',
 }
 
 ENTER = """
@@ -154,49 +154,89 @@ def test_transformer_engine_that_is_not_there_says_what_to_install(monkeypatch):
         importlib.import_module("hcp.integrations.transformer_engine.handler")
 
 
-def test_versions_are_compared_by_their_numbers(monkeypatch):
-    found = {"trainer": "2.6.6", "old": "2.5.9", "new": "2.10.0rc1"}
-    monkeypatch.setattr(versions, "installed", found.get)
-    require("trainer", "2.6", "2.6")
-    require("trainer", "2.4", "2.9")
-    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6 to 2.9, .*"old>=2.6,<2.10"'):
-        require("old", "2.6", "2.9")
-    with pytest.raises(ImportError, match=r"new is 2.10.0rc1, expected 2.6 to 2.9, which hcp was"):
-        require("new", "2.6", "2.9")
-
-
-def test_a_local_build_of_a_tested_version_is_taken():
-    assert require_one_of("trainer", "0.3.0+cu130", ["0.2.0", "0.3.0"]) == "0.3.0"
-    with pytest.raises(ImportError, match=r"trainer is 0.3.1, .* pip install trainer==0.2.0"):
-        require_one_of("trainer", "0.3.1", ["0.2.0", "0.3.0"])
-
-
 SEAM = "textwrap:TextWrapper.fill(text)"
 
 
-def test_a_version_that_was_not_tested_warns_once_if_what_hcp_calls_is_there(monkeypatch, caplog):
-    monkeypatch.setattr(versions, "installed", {"trainer": "2.7.0rc1"}.get)
-    for check in ("make it", "compare it"):
-        require("trainer", "2.5", "2.6", seams=[SEAM], check=check)
-        assert require_one_of("other", "0.4.0", ["0.2.0", "0.3.0"], seams=[SEAM]) == "0.4.0"
-    first, second = [record.getMessage() for record in caplog.records]
-    assert first.startswith("hcp: trainer is 2.7.0rc1, and hcp was tested with 2.5 to 2.6. ")
-    assert first.endswith("What hcp uses of it is there. make it")
-    assert "other is 0.4.0, and hcp was tested with 0.2.0 or 0.3.0" in second
+@pytest.fixture
+def installed(monkeypatch):
+    """Say which version of a trainer is installed; 2.6.0 and 2.9.1 were tested."""
+    monkeypatch.setitem(versions.TESTED, "trainer", ("2.6.0", "2.9.1"))
+    monkeypatch.setattr(versions, "_warned", set())
+    return lambda version: monkeypatch.setattr(versions, "installed", {"trainer": version}.get)
 
 
-def test_a_version_that_was_not_tested_is_refused_by_what_it_lacks(monkeypatch):
-    monkeypatch.setattr(versions, "installed", {"trainer": "2.7"}.get)
+@pytest.mark.parametrize("version", ["2.6", "2.6.7", "2.9.0", "2.9.2+cu130", "2.9.1.post1"])
+def test_patch_releases_of_a_tested_version_are_taken_in_silence(installed, version, caplog):
+    installed(version)
+    require("trainer", ["no:seam"], check="check it")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("version", ["2.5.9", "2.5.10rc1", "0.10", "unknown"])
+def test_an_older_version_is_refused_with_what_to_install(installed, version, caplog):
+    installed(version)
+    with pytest.raises(ImportError) as error:
+        require("trainer", [SEAM], check="check it", needed_by="here")
+    assert str(error.value) == (
+        f"trainer is {version}, expected 2.6.0 or 2.9.1, which hcp was tested with: "
+        'pip install "trainer>=2.6"'
+    )
+    assert error.value.name == "here"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("version", ["2.7.0", "2.10.0rc1", "3.0"])
+def test_a_version_that_was_not_tested_warns_once_in_a_process(installed, version, caplog):
+    installed(version)
+    for check in ("check it", "check it again"):
+        require("trainer", [SEAM], check=check)
+    assert caplog.messages == [
+        f"hcp was tested with trainer 2.6.0 and 2.9.1; this is {version}. "
+        "What hcp uses of it is there. check it"
+    ]
+
+
+def test_a_version_that_was_not_tested_is_refused_by_what_it_lacks(installed, caplog):
+    installed("2.10.0")
     lacking = ["textwrap:TextWrapper.fill(columns)", "textwrap:Wrapper", "textwarp:TextWrapper"]
-    said = re.escape(f'has no {", ".join(lacking)}, which hcp uses: pip install "trainer>=2.6')
-    with pytest.raises(ImportError, match=said):
-        require("trainer", "2.6", "2.6", seams=[SEAM, *lacking])
-    with pytest.raises(ImportError, match=r"trainer is 0.1.9, expected 0.2.0"):
-        require_one_of("trainer", "0.1.9", ["0.2.0"], seams=[SEAM])
+    said = f"trainer is 2.10.0, which has no {', '.join(lacking)}, which hcp uses: expected 2.6.0"
+    with pytest.raises(ImportError, match=f"^{re.escape(said)}.* pip install trainer==2.9.1$"):
+        require("trainer", [SEAM, *lacking], check="check it")
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
-    "package", ["accelerate", "lightning", "megatron-core", "torchtitan", "transformers"]
+    ("version", "said"),
+    [
+        ("2.9.1", r'ImportError: torch is 2\.9\.1, expected 2\.10\.0, .* "torch>=2\.10"\n$'),
+        ("2.99.0", r"^hcp was tested with torch 2\.10\.0, .*; this is 2\.99\.0\. Try your build"),
+        ("2.13.0", "^$"),
+    ],
+)
+def test_the_version_of_torch_is_checked_where_the_operators_load(version, said):
+    code = f"import torch; torch.__version__ = {version!r}; import hcp.ops"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(said, done.stderr), done.stderr
+
+
+def test_a_package_that_hcp_works_without_is_checked_only_if_it_is_there(installed, caplog):
+    installed(None)
+    check_if_installed("trainer", check="check it")
+    with pytest.raises(ImportError, match=r"^trainer is not installed, expected 2.6.0 or 2.9.1"):
+        require("trainer", check="check it")
+    installed("2.10.0")
+    check_if_installed("trainer", check="check it")
+    assert caplog.messages == [
+        "hcp was tested with trainer 2.6.0 and 2.9.1; this is 2.10.0. check it"
+    ]
+    installed("2.5.0")
+    with pytest.raises(ImportError, match=r"^trainer is 2.5.0, expected"):
+        check_if_installed("trainer", check="check it")
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["accelerate", "deepspeed", "lightning", "megatron-core", "torchtitan", "transformers"],
 )
 def test_the_seams_of_a_trainer_are_in_the_version_that_was_tested(package):
     """Else they would refuse every other version."""

@@ -62,7 +62,7 @@ def test_the_matrix_takes_what_is_tested() -> None:
     assert newest
     versions = torches[1].split()
     assert {version.rpartition(".")[0] for version in versions} >= {*CARD["tested"]["torch"]}
-    assert versions[-1] == newest[1]
+    assert newest[1] in versions
     for name in ("ci", "release"):
         jobs = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())["jobs"]
         steps = jobs["wheel"]["steps"]

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 import hcp
+from hcp._versions import TESTED, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER, PARTS = "csrc/include/hcp/hcp.h", ("MAJOR", "MINOR")
@@ -21,14 +23,21 @@ PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-def versions(text: str, key: str) -> list[str]:
-    line = re.search(rf"^ +{key}: \[(.+)\]$", text, re.MULTILINE)
-    assert line, f"no matrix row {key}: [...]"
-    return re.findall(r'"([^"]+)"', line[1])
-
-
 def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
+
+
+def matrix_of(text: str, job: str) -> dict[str, list[str]]:
+    yaml = pytest.importorskip("yaml")
+    matrix: dict[str, list[str]] = yaml.safe_load(text)["jobs"][job]["strategy"]["matrix"]
+    return matrix
+
+
+def trainer_jobs(text: str) -> set[tuple[str, str]]:
+    """Trainers that a workflow tests, each with its edge."""
+    matrix = matrix_of(text, "trainer")
+    more: list[dict[str, str]] = matrix["include"]  # type: ignore[assignment]
+    return {*product(matrix["name"], matrix["edge"])} | {(x["name"], x["edge"]) for x in more}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -43,7 +52,8 @@ def test_a_workflow_is_yaml_with_jobs_that_have_steps(path: Path) -> None:
 def test_a_workflow_calls_make_targets_that_exist(path: Path) -> None:
     text = path.read_text()
     called = set(re.findall(r"\bmake ([a-z-]+)(?!\S*\$)", text))
-    called |= {f"test-trainer-{name}" for name in re.findall(r"- \{ name: (\w+),", text)}
+    if "make test-trainer-${{ matrix.name }}" in text:
+        called |= {f"test-trainer-{name}" for name, _ in trainer_jobs(text)}
     targets = set(re.findall(r"^([a-z_-]+):(?!=)", MAKEFILE, re.MULTILINE))
     assert called
     extras = PROJECT["optional-dependencies"]
@@ -60,16 +70,78 @@ def test_a_workflow_uses_official_actions_by_version_and_no_host(path: Path) -> 
     assert "://" not in text
 
 
-def test_the_matrix_starts_at_the_oldest_versions_and_ends_at_the_default_torch() -> None:
+EDGES = ["oldest", "pinned", "newest"]
+
+
+def test_torch_and_each_trainer_are_tested_at_the_oldest_the_pinned_and_the_newest_version() -> (
+    None
+):
     text = (ROOT / ".github/workflows/ci.yml").read_text()
-    python, torch = versions(text, "python"), versions(text, "torch")
-    oldest_torch = next(d for d in PROJECT["dependencies"] if d.startswith("torch>="))
-    assert python[0] == PROJECT["requires-python"].removeprefix(">=")
-    assert number(torch[0]) == number(oldest_torch.removeprefix("torch>="))
-    default = re.search(r"^TORCH +\?= torch==(\S+)$", MAKEFILE, re.MULTILINE)
-    assert default
-    assert torch[-1] == default[1]
-    assert set(re.findall(r"torch==(\d[\d.]*)", text)) <= {torch[0], torch[-1]}
+    core = matrix_of(text, "test")
+    assert core["python"][0] == PROJECT["requires-python"].removeprefix(">=")
+    assert core["edge"] == EDGES
+    listed = re.search(r"(?m)^TRAINERS \?= (.*)$", MAKEFILE)
+    assert listed
+    trainers = set(listed[1].split())
+    with_one = {name for name in trainers if name.replace("_", "-") not in AT_EDGES}
+    with_one.add("megatron_lm")  # Its wheel is Megatron-Core's.
+    expected = {*product(trainers - with_one, EDGES), *product(with_one, ["pinned"])}
+    assert trainer_jobs(text) == expected
+
+
+AT_EDGES = {*TESTED} - {"megatron-core"} | {"megatron"}
+
+
+def edge(*arguments: str) -> list[str]:
+    command = [sys.executable, ".github/extras.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split("\n")[:-1]
+
+
+def test_an_edge_is_a_tested_version_or_none() -> None:
+    first, *_, last = TESTED["transformers"]
+    for name, versions in (("oldest", f"=={first}"), ("pinned", f"=={last}"), ("newest", ">=")):
+        line = edge("--edge", name, "transformers")[0]
+        assert line.startswith(f"transformers{versions}")
+    assert edge("--edge", "newest", "--package", "torch") == ["torch"]
+    assert edge("--edge", "oldest", "--package", "torch") == [f"torch=={TESTED['torch'][0]}"]
+    (kernel,) = (x for x in edge("kernels", "--edge", "oldest") if x.startswith("nvidia"))
+    assert kernel.endswith("; sys_platform == 'linux' and platform_machine == 'x86_64'")
+
+
+def test_requirements_start_at_the_oldest_tested_version_and_have_no_cap() -> None:
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
+    floors = {}
+    for line in lines:
+        name, floor = re.split("(?=[<>=;\\[])", line.replace(" ", ""), maxsplit=1)
+        if name in TESTED:
+            floors[name] = floor.partition(";")[0]
+    oldest = {name: ".".join(versions[0].split(".")[:2]) for name, versions in TESTED.items()}
+    assert floors == {name: f">={oldest[name]}" for name in floors}
+    assert {*TESTED} - {*floors} == {"megatron-core", "torchtitan"}  # They are no extras.
+
+
+def test_what_the_makefile_pins_was_tested() -> None:
+    pins = re.findall(r"\b([\w-]+)==(\d[\d.]*)", MAKEFILE.partition("# ---- Wheels")[0])
+    found = {name: version for name, version in pins if name in TESTED}
+    assert found["torch"]
+    for name, version in found.items():
+        assert number(version) in map(number, TESTED[name]), name
+    listed = re.search(r"(?m)^TORCHES \?= (.*)$", MAKEFILE)
+    assert listed
+    assert tuple(listed[1].split()) == TESTED["torch"]
+
+
+def test_tested_versions_ascend() -> None:
+    for versions in TESTED.values():
+        assert sorted(versions, key=numbers) == [*versions]
+
+
+def test_the_page_of_support_has_the_tested_versions() -> None:
+    page = (ROOT / "docs/reference/support.md").read_text()
+    rows = re.findall(r"(?m)^\| `([\w-]+)` \| ([^|]*) \|", page)
+    assert {name: tuple(re.split(", ", cell)) for name, cell in rows} == TESTED
 
 
 def test_pyproject_reads_the_version_where_hcp_has_it() -> None:

@@ -25,6 +25,7 @@ import cudnn  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
 
+from hcp._versions import check_if_installed
 from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity, wide
 from hcp.attention.kernels.shapes import (
     LSE_COLUMNS,
@@ -37,6 +38,8 @@ from hcp.errors import HcpError
 
 LEAST_VERSION = 91002
 """As ``cudnn.backend_version`` gives it: of a release before it, attention is known to be wrong."""
+
+CHECK = "Compare the losses of a few steps with those of the backend 'torch'."
 
 
 class Cudnn:
@@ -495,6 +498,7 @@ class _Graph:
 
 
 def for_device(device: torch.device) -> Sequence[Kernel]:
+    check_if_installed("nvidia-cudnn-frontend", check=CHECK)
     if cudnn.backend_version() < LEAST_VERSION:
         raise ValueError(
             f"cuDNN is {cudnn.backend_version_string()}, expected 9.10.2 or later for the backend "

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hcp._versions import require
 from hcp.integrations.columns import causal_lm_sample
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
@@ -27,7 +28,6 @@ from hcp.integrations.loader import (
     eval_layout,
     warn_of_the_barrier,
 )
-from hcp.programs.versions import require
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 
@@ -41,6 +41,16 @@ __all__ = [
     "eval_layout",
     "micro_batches",
 ]
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+SEAMS = (
+    f"{_ENGINE}set_gradient_accumulation_boundary",
+    f"{_ENGINE}managed_gradient_accumulation",
+    f"{_ENGINE}gradient_accumulation_steps",
+    f"{_ENGINE}backward",
+    f"{_ENGINE}step",
+)
+"""What this and the loop around it call."""
 
 
 def micro_batches(engine: Any, step: Step) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
@@ -61,8 +71,8 @@ def micro_batches(engine: Any, step: Step) -> Iterator[tuple[ContextParallelHand
 
 def check_engine(engine: Any, step: Step) -> None:
     """Raise ValueError for options of a DeepSpeed engine that do not go with planned steps, and
-    ImportError for a version of DeepSpeed that was not tested."""
-    require("deepspeed", "0.19", "0.19")
+    ImportError for a version of DeepSpeed that hcp does not take."""
+    require("deepspeed", SEAMS, check="Compare the losses of a few steps on one rank and on two.")
     if engine.pipeline_parallelism:
         raise ValueError(
             "the engine is one of pipeline stages, expected one that runs whole models: its "

@@ -7,10 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from hcp.programs.versions import require_one_of
-
-TESTED = ("0.16.1", "0.19.2")
-"""The oldest release and the newest one that were tested."""
+from hcp._versions import check_version
 
 SEAMS = (
     "megatron.core.packed_seq_params:PackedSeqParams(qkv_format, cu_seqlens_q, cu_seqlens_kv)",
@@ -41,7 +38,9 @@ def require_megatron() -> str:
     Raises ImportError if there is none, or an older one than hcp was tested with, or one that lacks
     what hcp calls. Warns of any other that hcp was not tested with.
     """
-    return require_one_of("megatron-core", _version(), TESTED, seams=SEAMS, check=CHECK)
+    version = _version()
+    check_version("megatron-core", version, SEAMS, check=CHECK)
+    return str(version)
 
 
 def _version() -> str | None:

@@ -11,10 +11,7 @@ documents of a step are planned over these ranks. Attention receives each micro-
 `attention_masks`. Importing this package imports torchtitan.
 """
 
-from hcp.programs.versions import installed, require_one_of
-
-TESTED = ("0.3.0",)
-"""Versions of torchtitan that this has been tested with. Older ones are refused."""
+from hcp._versions import require
 
 SEAMS = (
     "torchtitan.trainer:Trainer.init_distributed",
@@ -34,11 +31,9 @@ SEAMS = (
 )
 """What this calls, derives from or overrides."""
 
-require_one_of(
+require(
     "torchtitan",
-    installed("torchtitan"),
-    TESTED,
-    seams=SEAMS,
+    SEAMS,
     check="Compare the losses of a few steps on one rank and on two.",
     needed_by=__name__,
 )

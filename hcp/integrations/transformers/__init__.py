@@ -6,7 +6,7 @@ logits = model(**model_inputs(cp, local)).logits   # a micro-batch of hcp.dispat
 trainer = Trainer(model, args, train_dataset=dataset, cp=hcp.Config(max_seqlen_per_dp_cp_rank=4096))
 """
 
-from hcp.programs.versions import require
+from hcp._versions import require
 
 SEAMS = (
     "transformers:AttentionInterface.register",
@@ -26,18 +26,14 @@ SEAMS = (
 
 require(
     "transformers",
-    "5.17",
-    "5.24",
-    seams=SEAMS,
+    SEAMS,
     check="register_hcp_attention compares your model before training. To check the Trainer, "
     "compare losses: python -m hcp.integrations.transformers --ranks 2",
     needed_by=__name__,
 )
 require(
     "accelerate",
-    "1.15",
-    "1.15",
-    seams=("accelerate:Accelerator.no_sync(model)", "accelerate:Accelerator.autocast"),
+    ("accelerate:Accelerator.no_sync(model)", "accelerate:Accelerator.autocast"),
     check="Compare losses: python -m hcp.integrations.transformers --ranks 2",
     needed_by=__name__,
 )
