@@ -1,4 +1,4 @@
-"""The command line: python -m hcp COMMAND ..., or hcp COMMAND ... where it is installed."""
+"""The command line: hcp COMMAND ..., or python -m hcp COMMAND ... where no script is installed."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def run(command: str, argv: Sequence[str]) -> int:
         if error.name != "torch":
             raise
         advice = "torch is not installed: python -m pip install torch"
-        print(f"python -m hcp {command}: error: {advice}", file=sys.stderr)
+        print(f"hcp {command}: error: {advice}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `python -m hcp plan ... | head`
+    except BrokenPipeError:  # of `hcp plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -69,9 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return run(argv[0], argv[1:])
-    usage = (
-        "usage: python -m hcp COMMAND [--help] ...\n       python -m hcp --version\n\n"
-        + "".join(f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items())
+    usage = "usage: hcp COMMAND [--help] ...\n       hcp --version\n\n" + "".join(
+        f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items()
     )
     if argv and argv[0] in ("-h", "--help"):
         print(usage, end="")
@@ -79,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in ("-V", "--version"):
         print(f"hcp {__version__}")
         return 0
-    given = f"{argv[0]!r} is not a command\n\n" if argv else ""
-    print(given + usage, end="", file=sys.stderr)
+    wrong = f"{argv[0]!r} is not a command" if argv else "no command is given"
+    print(f"{usage}\nhcp: error: {wrong}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 

@@ -11,60 +11,53 @@ from typing import Any
 
 from hcp._files import expect_writable, write_file
 from hcp._validate import flag
+from hcp.cli.lengths import FIELDS
 from hcp.planning.cost import PRESETS, CostModel
 from hcp.planning.drawing import timeline_page, timeline_svg
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
 from hcp.planning.plan import Plan
+from hcp.programs.arguments import HelpFormatter, whole_number
 from hcp.programs.families import FAMILIES, describe
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
 """The limits that have an option: integers and choices."""
-SHOWN: dict[str, tuple[str | None, str | None]] = {
-    "ranks": (None, "of the dp x cp domain"),
+SHOWN: dict[str, tuple[str | None, str]] = {
+    "ranks": ("RANKS", "ranks of the dp x cp domain, over which a batch is spread"),
     "max_tokens_per_rank": ("TOKENS", "most rows of one rank in one micro-batch"),
-    "min_degree": ("RANKS", "fewest that compute a sequence (1)"),
-    "max_degree": ("RANKS", "most that compute a sequence (all)"),
-    "degrees": (None, "any, or powers of two alone (any)"),
-    "alignment": ("ROWS", "rows of a rank are a multiple of this (1)"),
-    "ranks_per_node": ("RANKS", "of a node (all ranks are on one)"),
-    "sync": (None, "when ranks wait for each other (step)"),
-    "pipeline_stages": ("STAGES", "of so many ranks each (1)"),
-    "virtual_stages": ("CHUNKS", "of each stage (1)"),
+    "min_degree": ("RANKS", "fewest ranks that compute a sequence"),
+    "max_degree": ("RANKS", "most ranks that compute a sequence (default: all)"),
+    "degrees": (None, "numbers of ranks that may compute a sequence: any, or powers of two alone"),
+    "alignment": ("ROWS", "rows of a rank are padded to a multiple of this"),
+    "ranks_per_node": ("RANKS", "ranks of a node (default: all)"),
+    "sync": (None, "when ranks wait for each other: after a step, or after each micro-batch"),
+    "pipeline_stages": ("STAGES", "stages of a pipeline, each on its own --ranks ranks"),
+    "virtual_stages": ("CHUNKS", "chunks of each stage; more than 1 interleaves the pipeline"),
     "micro_batch_group": (
-        "MICRO_BATCHES",
-        "their count is a multiple of this where stages have chunks (the stages)",
+        "BATCHES",
+        "where stages have chunks, the number of micro-batches is a multiple of this (default: "
+        "--pipeline-stages)",
     ),
 }
-"""The value and the help text of each option."""
+"""The unit and the help text of each option."""
 
 
-THOUSANDS = {"K": 1024, "M": 1024**2}
-
-
-def whole_number(text: str) -> int:
-    """Return 16384 for "16384", "16_384" and "16K". For argparse."""
-    unit = THOUSANDS.get(text[-1:].upper())
-    try:
-        return int(text) if unit is None else int(text[:-1]) * unit
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number, expected one such as 16384 or 16K"
-        ) from None
-
-
-def program() -> str:
-    """How this command line was called."""
-    return "hcp" if Path(sys.argv[0]).name == "hcp" else "python -m hcp"
-
-
-def new_parser(command: str, says: str, epilog: str = "") -> argparse.ArgumentParser:
+def new_parser(
+    command: str, says: str, epilog: str = "", takes: str = "[OPTIONS]"
+) -> argparse.ArgumentParser:
+    """Make the parser of a command. ``takes``: its arguments, in short, for the line of usage."""
     return argparse.ArgumentParser(
-        prog=f"{program()} {command}",
-        usage="%(prog)s [OPTIONS]",
+        prog=f"hcp {command}",
+        usage=f"%(prog)s {takes}",
         description=says,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
+
+
+def fail(command: str, error: Exception) -> int:
+    """Print an error as one line. Return the exit code."""
+    print(f"hcp {command}: error: {error}", file=sys.stderr)
+    return 1
 
 
 FAMILIES_EPILOG = "families of lengths:\n" + describe()
@@ -75,26 +68,37 @@ def add_family(parser: argparse._ActionsContainer, **options: Any) -> None:
         "--family",
         choices=sorted(FAMILIES),
         metavar="NAME",
-        help="draw lengths, see below",
+        help="draw lengths of this family, listed below (default: none)",
         **options,
     )
 
 
-def add_field(parser: argparse.ArgumentParser) -> None:
+def add_column(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--column",
         "--field",
         metavar="NAME",
-        help="of a record of JSON lines or Parquet: tokens, or their number",
+        help="column of CSV or Parquet, or field of JSON lines, that has the tokens of a sequence "
+        f"or their number (default: the first there is of {', '.join(FIELDS)})",
     )
 
 
 def add_drawing(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
-        "--sequences", type=whole_number, default=sequences, help=f"in a global batch ({sequences})"
+        "--sequences",
+        type=whole_number,
+        default=sequences,
+        metavar="SEQUENCES",
+        help="sequences of a global batch",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths that are drawn (0)")
     parser.add_argument(
-        "--max-length", type=whole_number, metavar="TOKENS", help="longer ones are cut to this"
+        "--seed", type=int, default=0, metavar="NUMBER", help="of what is drawn or shuffled"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=whole_number,
+        metavar="TOKENS",
+        help="cut longer sequences to this (default: cut none)",
     )
 
 
@@ -103,32 +107,52 @@ def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> argparse._Ar
     hcp.plan requires."""
     group = parser.add_argument_group("limits")
     for field in LIMITS:
-        metavar, says = SHOWN[field.name]
+        unit, says = SHOWN[field.name]
         given = defaults.get(field.name)
         required = field.default is MISSING and given is None
         group.add_argument(
             flag(field.name),
             type=str if field.name in CHOICES else whole_number,
             choices=CHOICES.get(field.name),
-            required=required,
             default=given if field.default is MISSING else field.default,
-            metavar=metavar,
-            help=says if given is None else f"{says} ({given})",
+            metavar=unit,
+            help=f"{says}; required" if required else says,
         )
-    group.add_argument("--effort", type=int, default=1, help="more: a longer search (1)")
+    group.add_argument(
+        "--effort",
+        type=int,
+        default=1,
+        metavar="NUMBER",
+        help="more than 1 searches longer, in attempts",
+    )
     return group
+
+
+def expect_given(parser: argparse.ArgumentParser, args: argparse.Namespace, file: str) -> None:
+    """End with one error that lists what is missing of lengths and limits. ``file``: how a file of
+    lengths is given."""
+    missing = []
+    if args.lengths is None and args.family is None:
+        missing.append(f"lengths ({file}, with - for standard input, or --family NAME)")
+    for field in LIMITS:
+        if field.default is MISSING and getattr(args, field.name) is None:
+            missing.append(f"{flag(field.name)} {SHOWN[field.name][0]}")
+    if missing:
+        parser.error(f"missing: {', '.join(missing)}")
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*(field.name for field in LIMITS), "effort")}
 
 
-def add_cost(parser: argparse._ActionsContainer) -> None:
+def add_cost(parser: argparse._ActionsContainer, default: str) -> None:
+    """``default``: what holds without the option, in words."""
     parser.add_argument(
         "--cost",
         type=cost_model,
         metavar="NAME|FILE",
-        help=f"{', '.join(PRESETS)}, or a file that `python -m hcp calibrate` wrote",
+        help=f"prices of time: {', '.join(PRESETS)}, or a file that `hcp calibrate` wrote "
+        f"(default: {default})",
     )
 
 
@@ -147,9 +171,14 @@ def cost_model(text: str) -> CostModel:
 
 
 def add_pictures(parser: argparse._ActionsContainer, what: str = "the timeline") -> None:
-    parser.add_argument("--svg", type=output, metavar="FILE", help=f"draw {what}")
     parser.add_argument(
-        "--html", type=output, metavar="FILE", help=f"draw {what} in a page that needs no network"
+        "--svg", type=output, metavar="FILE", help=f"draw {what} as SVG (default: none)"
+    )
+    parser.add_argument(
+        "--html",
+        type=output,
+        metavar="FILE",
+        help=f"draw {what} in a page that needs no network (default: none)",
     )
 
 

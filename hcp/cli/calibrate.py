@@ -5,10 +5,10 @@ A GPT of the given sizes runs forward and backward through hcp's own dispatch an
 grid of lengths, packs and degrees. Computation, attention and exchange are measured together, as
 they run in training: bandwidths and rates measured one by one predict a step less well.
 
-    python -m hcp calibrate --ranks 4 --out cost.json            starts 4 ranks on this machine
+    hcp calibrate --ranks 4 --out cost.json                      starts 4 ranks on this machine
     torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   runs under your own launcher
-    python -m hcp plan --cost cost.json ...
-    python -m hcp calibrate --memory --out memory.json   bytes of micro-batches on GPUs
+    hcp plan --cost cost.json ...                                plans by these prices
+    hcp calibrate --memory --out memory.json                     bytes of micro-batches on GPUs
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
+from hcp.programs.arguments import (
+    DTYPES,
+    add_model_arguments,
+    add_rank_arguments,
+    check_model,
+    number_of_ranks,
+    whole_number,
+)
+from hcp.programs.data import VOCABULARY_SIZE
 from hcp.step.config import Config
 
 if TYPE_CHECKING:
@@ -58,43 +67,60 @@ SIZES = (
 )
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the options. Raises ValueError for options that do not go together."""
-    from hcp.programs.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
-    from hcp.programs.data import VOCABULARY_SIZE
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser("calibrate", __doc__, takes="--out FILE [OPTIONS]")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON file to write; required"
+    )
+    add_rank_arguments(parser)
+    add_grid(parser)
+    add_memory(parser)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--vocab-size",
+        type=whole_number,
+        default=VOCABULARY_SIZE,
+        metavar="TOKENS",
+        help="rows of the embedding and of the output layer",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="type of what is computed; bfloat16: autocast over float32 weights, which "
+        "FlashAttention on GPUs needs",
+    )
+    return parser
 
-    parser = new_parser("calibrate", __doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
-    parser.add_argument(
-        "--ranks", type=int, help="ranks to start (4); under torchrun: what it starts"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: GPUs if each rank has one",
-    )
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("grid")
     group.add_argument(
         "--max-tokens-per-rank",
-        type=int,
+        type=whole_number,
         default=2048,
         metavar="TOKENS",
-        help="most rows of one rank in the grid (2048)",
+        help="most rows of one rank in the grid",
     )
     group.add_argument(
         "--min-tokens-per-rank",
-        type=int,
+        type=whole_number,
         metavar="TOKENS",
         help="fewest, reached by halving; below some number of rows a GPU waits for its host, and "
-        "times no longer follow the rows (a sixteenth of the most)",
+        "times no longer follow the rows (default: a sixteenth of the most)",
     )
-    group.add_argument("--repeats", type=int, default=5, help="of each point; medians count (5)")
+    group.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="TIMES",
+        help="measurements of each point, of which the median counts",
+    )
     group.add_argument(
         "--cp-comm-type",
         choices=COMM_TYPES,
         default="p2p",
-        help="(p2p); not auto, which goes by the prices that are measured here",
+        help="how keys and values travel; not auto, which goes by the prices that are measured",
     )
     group.add_argument(
         "--hierarchical-context-parallel-sizes",
@@ -102,15 +128,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=[],
         metavar="RANKS",
-        help="levels of a2a+p2p, the inner all-to-all first and the ring last",
+        help="levels of a2a+p2p, the inner all-to-all first and the ring last (default: none)",
     )
     group.add_argument(
         "--attention-backend",
         default="auto",
         metavar="NAME",
-        help="whose kernels compute attention: measure with the one that will train (auto)",
+        help="whose kernels compute attention: measure with the one that will train",
     )
-    group.add_argument("--seed", type=int, default=1234, help="of the held-out points (1234)")
+    group.add_argument(
+        "--seed", type=int, default=1234, metavar="NUMBER", help="of the held-out points"
+    )
     group.add_argument(
         "--accept-errors",
         action="store_true",
@@ -118,6 +146,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         f"same (refused: a median above {MEDIAN_MAX:.0%}%, a 95th percentile above "
         f"{P95_MAX:.0%}%; of bytes, any above {BYTES_MAX:.0%}%)",
     )
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--memory",
@@ -129,34 +160,24 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=0.95,
         metavar="SHARE",
-        help="of a GPU's memory that training may fill (0.95)",
+        help="share of a GPU's memory that training may fill",
     )
     group.add_argument(
         "--head-chunks",
         type=int,
         default=1,
         metavar="CHUNKS",
-        help="most chunks of heads that plans may compute attention in (1)",
+        help="most chunks of heads that plans may compute attention in",
     )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=VOCABULARY_SIZE,
-        metavar="TOKENS",
-        help=f"rows of the embedding and of the output layer ({VOCABULARY_SIZE})",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="bfloat16: autocast over float32 weights, which FlashAttention on GPUs needs",
-    )
-    args = parser.parse_args(argv)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the options. Raises ValueError for options that do not go together."""
+    args = build_parser().parse_args(argv)
     from hcp.programs.ranks import runs_on_cpus  # imports torch, which --help does without
     from hcp.step.memory import expect_share
 
-    args.command = shlex.join(["python", "-m", "hcp", "calibrate", *argv])
+    args.command = shlex.join(["hcp", "calibrate", *argv])
     args.ranks = number_of_ranks(args.ranks)
     for name in SIZES:
         expect_size(name, getattr(args, name))

@@ -40,13 +40,13 @@ class Finding(NamedTuple):
     """None for a fact that is neither good nor bad."""
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("doctor", __doc__)
     parser.add_argument(
         "--probe", action="store_true", help="also run on each GPU, which makes a CUDA context"
     )
-    parser.add_argument("--json", action="store_true", help="the findings as data")
-    return parser.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help="print the findings as data")
+    return parser
 
 
 def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
@@ -507,7 +507,7 @@ def folded(kernels: Sequence[Finding]) -> Iterator[Finding]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings. Return 0 if hcp works on the CPU and, with --probe, on every GPU."""
-    args = parse_arguments(argv)
+    args = build_parser().parse_args(argv)
     findings = list(examine(args.probe))
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))

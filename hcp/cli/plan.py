@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hcp._files import write_file
 from hcp.cli.arguments import (
     FAMILIES_EPILOG,
+    add_column,
     add_cost,
     add_drawing,
     add_family,
-    add_field,
     add_limits,
     add_pictures,
     draw_lengths,
+    expect_given,
+    fail,
     in_words,
     limits_of,
     new_parser,
@@ -28,26 +29,32 @@ from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.plan import Plan, plan
 from hcp.planning.timeline import chrome_trace, idle_shares, timeline
 
+USAGE = "FILE|-|--family NAME --ranks RANKS --max-tokens-per-rank TOKENS [OPTIONS]"
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser("plan", __doc__, FAMILIES_EPILOG)
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser("plan", __doc__, FAMILIES_EPILOG, USAGE)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "lengths",
-        nargs="?",
-        default="-",
-        help=HELP,
-    )
+    source.add_argument("lengths", nargs="?", metavar="FILE", help=HELP)
     add_family(source)
-    add_field(parser)
+    add_column(parser)
     add_drawing(parser, sequences=512)
     add_limits(parser)
-    add_cost(parser)
+    add_cost(parser, default="those of hcp.CostModel(), without a unit of time")
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="the plan as data, and nothing else")
-    group.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
+    group.add_argument("--json", action="store_true", help="print the plan as data, nothing else")
+    group.add_argument(
+        "--trace", type=output, metavar="FILE", help="write a Chrome trace (default: none)"
+    )
     add_pictures(group)
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    expect_given(parser, args, "FILE")
+    return args
 
 
 def told(made: Plan, unit: float | None) -> Iterator[str]:
@@ -100,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         if args.family:
             lengths = draw_lengths(args.family, args.sequences, args.seed, args.max_length)
         else:
-            lengths = read_lengths(args.lengths, args.field)
+            lengths = read_lengths(args.lengths, args.column)
             if args.max_length is not None:
                 lengths = [min(length, args.max_length) for length in lengths]
         made = plan(lengths, cost=args.cost, **limits_of(args))
@@ -110,8 +117,7 @@ def main(argv: Sequence[str]) -> int:
         title = f"A plan of {len(lengths):,} sequences for {made.ranks:,} ranks"
         write_pictures(args, {"hcp": made}, title, str(made.report()), unit)
     except (ValueError, OverflowError, OSError) as error:
-        print(f"no plan: {error}", file=sys.stderr)
-        return 1
+        return fail("plan", error)
     if args.json:
         print(json.dumps(made.to_dict()))
     else:

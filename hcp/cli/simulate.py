@@ -21,23 +21,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from hcp._validate import expect_size
+from hcp._validate import expect_size, flag
 from hcp.cli.arguments import (
     FAMILIES_EPILOG,
+    add_column,
     add_cost,
     add_drawing,
     add_family,
-    add_field,
     add_limits,
     add_pictures,
     draw_lengths,
+    expect_given,
+    fail,
     in_words,
     limits_of,
     new_parser,
@@ -49,6 +50,7 @@ from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, 
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
 from hcp.planning.replay import Machine, replay
+from hcp.programs.arguments import whole_number
 from hcp.programs.progress import progress_over
 
 SIZES = (
@@ -74,51 +76,96 @@ ATTENTION_FORWARD_AND_BACKWARD = 3.5
 """The backward computes the scores again."""
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser("simulate", __doc__, FAMILIES_EPILOG)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", metavar="FILE", help=HELP)
+USAGE = "--lengths FILE|--family NAME --ranks RANKS [OPTIONS]"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser("simulate", __doc__, FAMILIES_EPILOG, USAGE)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--lengths", metavar="FILE", help=f"{HELP} (default: none)")
     add_family(source)
-    add_field(parser)
+    add_column(parser)
     add_drawing(parser, sequences=512)
-    parser.add_argument("--batches", type=int, default=20, help="global batches (20)")
+    parser.add_argument(
+        "--batches", type=int, default=20, metavar="BATCHES", help="most global batches"
+    )
     limits = add_limits(parser, max_tokens_per_rank=8192)
     limits.add_argument(
         "--speed-spread",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="ranks are up to this much slower than the fastest, drawn with the seed (0)",
+        help="ranks are up to this share slower than the fastest, drawn with the seed",
     )
-    group = parser.add_argument_group("cluster, from what one GPU reaches")
-    group.add_argument("--tflops", type=float, default=400, help="in matrix products (400)")
-    group.add_argument("--attention-tflops", type=float, default=350, help="in attention (350)")
-    group.add_argument("--gbps", type=float, default=50, help="GB/s, keys and values (50)")
-    group.add_argument("--far-gbps", type=float, help="the same between nodes (--gbps)")
-    group.add_argument("--launch-ms", type=float, default=5, help="of a micro-batch (5)")
-    group.add_argument(
-        "--host-ms", type=float, help="of a host, to queue a micro-batch; replays the plans"
-    )
-    group.add_argument("--overlap", action="store_true", help="exchange hides behind attention")
-    add_cost(group)
-    group.add_argument("--memory-bytes", type=int, help="of a rank, for a micro-batch's rows")
-    group.add_argument("--activation-bytes", type=int, default=0, help="of one row (0)")
+    add_cluster(parser)
     add_model(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="the numbers as data, and nothing else")
+    group.add_argument("--json", action="store_true", help="print numbers as data, nothing else")
     add_pictures(group, "the first batch")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    expect_given(parser, args, "--lengths FILE")
+    return args
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster, by what one GPU reaches")
+    for name, (value, unit, says) in CLUSTER.items():
+        group.add_argument(flag(name), type=float, default=value, metavar=unit, help=says)
+    group.add_argument(
+        "--overlap", action="store_true", help="the exchange overlaps with attention"
+    )
+    add_cost(group, default="those of the model below on this cluster")
+    group.add_argument(
+        "--memory-bytes",
+        type=whole_number,
+        metavar="BYTES",
+        help="memory of a rank for the rows of a micro-batch (default: any)",
+    )
+    group.add_argument(
+        "--activation-bytes",
+        type=whole_number,
+        default=0,
+        metavar="BYTES",
+        help="memory that one row takes of --memory-bytes",
+    )
+
+
+CLUSTER: dict[str, tuple[float | None, str, str]] = {
+    "tflops": (400, "TFLOPS", "10^12 operations per second in matrix products"),
+    "attention_tflops": (350, "TFLOPS", "10^12 operations per second in attention"),
+    "gbps": (50, "GB/S", "10^9 bytes per second of keys and values inside a node"),
+    "far_gbps": (None, "GB/S", "10^9 bytes per second between nodes (default: --gbps)"),
+    "launch_ms": (5, "MS", "milliseconds that any micro-batch takes"),
+    "host_ms": (
+        None,
+        "MS",
+        "milliseconds in which a host queues a micro-batch; replays the plans (default: no replay)",
+    ),
+}
+"""Option, default, unit and meaning of the rates and times."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model, by default a decoder of 8B parameters")
-    group.add_argument("--num-layers", type=int, default=32, help="(32)")
-    group.add_argument("--hidden-size", type=int, default=4096, help="(4096)")
-    group.add_argument("--ffn-hidden-size", type=int, default=14336, help="of SwiGLU (14336)")
-    group.add_argument("--num-attention-heads", type=int, default=32, help="(32)")
-    group.add_argument("--num-query-groups", type=int, default=8, help="(8)")
-    group.add_argument("--vocab-size", type=int, default=128_256, help="(128256)")
-    group.add_argument("--bytes-per-element", type=int, default=2, help="of keys and values (2)")
+    for name, (size, unit, says) in MODEL.items():
+        group.add_argument(flag(name), type=int, default=size, metavar=unit, help=says)
+
+
+MODEL = {
+    "num_layers": (32, "LAYERS", "transformer layers"),
+    "hidden_size": (4096, "WIDTH", "values of a token between layers"),
+    "ffn_hidden_size": (14336, "WIDTH", "values of a token inside SwiGLU"),
+    "num_attention_heads": (32, "HEADS", "query heads of a layer"),
+    "num_query_groups": (8, "HEADS", "key and value heads of a layer"),
+    "vocab_size": (128_256, "TOKENS", "rows of the output layer"),
+    "bytes_per_element": (2, "BYTES", "bytes of a value of keys and values"),
+}
+"""Option, default, unit and meaning of the sizes."""
 
 
 def check(args: argparse.Namespace) -> None:
@@ -419,7 +466,7 @@ def drawn_batches(args: argparse.Namespace) -> list[list[int]]:
 
 def own_batches(args: argparse.Namespace) -> list[list[int]]:
     """Global batches of a file's lengths, in a drawn order, as a shuffling loader makes them."""
-    lengths = read_lengths(args.lengths, args.field)
+    lengths = read_lengths(args.lengths, args.column)
     if args.max_length is not None:
         lengths = [min(length, args.max_length) for length in lengths]
     Random(args.seed).shuffle(lengths)
@@ -492,8 +539,7 @@ def main(argv: Sequence[str]) -> int:
         results, degree, plans, words, unit = simulate(args)
         write_pictures(args, plans[0], "SIMULATED: the first batch", words, unit)
     except (ValueError, OverflowError, OSError) as error:
-        print(f"no simulation: {error}", file=sys.stderr)
-        return 1
+        return fail("simulate", error)
     if args.json:
         named = {name: asdict(result) for name, result in results.items()}
         says = {"says": words, "verdict": verdict(results, degree)}

@@ -12,6 +12,8 @@ from hcp.programs.arguments import (
     Parser,
     add_data_arguments,
     add_model_arguments,
+    add_rank_arguments,
+    add_steps,
     check_data,
     check_model,
     check_seed,
@@ -41,20 +43,15 @@ another layout of the same ranks."""
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m hcp demo",
+        prog="hcp demo",
+        usage="%(prog)s [OPTIONS]",
         description=DESCRIPTION,
         formatter_class=HelpFormatter,
     )
+    add_rank_arguments(parser)
     parser.add_argument(
-        "--ranks", type=int, help="ranks to start; under torchrun: what it starts (default: 4)"
+        "--run-dir", metavar="DIR", help="folder for the results (default: a new one under runs/)"
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: GPUs if each rank has one",
-    )
-    parser.add_argument("--run-dir", help="folder for the results (default: a new one under runs/)")
     add_data_arguments(parser)
     add_model_arguments(parser)
     add_training_arguments(parser)
@@ -74,51 +71,65 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--ddp", action="store_true", help="reduce gradients with DistributedDataParallel"
     )
     group.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 weights"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="type of what is computed; bfloat16: autocast over float32 weights",
     )
-    group.add_argument("--global-batch-size", type=int, default=64, help="documents in a step")
-    group.add_argument("--train-iters", type=int, default=16, help="steps")
-    group.add_argument("--lr", type=float, default=2e-3, help="learning rate, the highest")
+    add_steps(group, train_iters=16)
     group.add_argument(
-        "--lr-warmup-iters", type=int, default=0, help="steps in which the rate rises to --lr"
+        "--lr-warmup-iters",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="steps in which the rate rises to --lr",
     )
     group.add_argument(
         "--lr-decay-style",
         choices=("constant", "cosine"),
         default="constant",
-        help="of the rate after that; cosine: to 0 at the last step",
-    )
-    group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")
-    group.add_argument(
-        "--seed", type=int, default=1234, help="of the weights and of the order of the documents"
+        help="how the rate goes on after that; cosine: to 0 at the last step",
     )
     group.add_argument(
         "--log-interval",
         type=int,
         default=1,
+        metavar="STEPS",
         help="steps from one line of metrics.jsonl to the next",
     )
     group.add_argument(
         "--eval-interval",
         type=int,
+        metavar="STEPS",
         help="steps from one evaluation to the next (default: only at the end)",
     )
     group.add_argument(
         "--save",
         metavar="DIR",
-        help="write a checkpoint into this folder at the end, and where the next two options say",
+        help="write a checkpoint into this folder at the end, and where the next two options say "
+        "(default: none)",
     )
-    group.add_argument("--save-interval", type=int, help="steps from one checkpoint to the next")
+    group.add_argument(
+        "--save-interval",
+        type=int,
+        metavar="STEPS",
+        help="steps from one checkpoint to the next (default: only at the end)",
+    )
     group.add_argument(
         "--exit-duration-in-mins",
         type=float,
         metavar="MINUTES",
-        help="save and end after the step that runs then; --load goes on from it",
+        help="save and end after the step that runs then; --load goes on from it (default: never)",
     )
-    group.add_argument("--load", metavar="DIR", help="go on from the checkpoint in this folder")
+    group.add_argument(
+        "--load",
+        metavar="DIR",
+        help="go on from the checkpoint in this folder (default: begin anew)",
+    )
     group.add_argument(
         "--eval-iters",
         type=int,
+        metavar="BATCHES",
         help="global batches in an evaluation (default: every document once)",
     )
 

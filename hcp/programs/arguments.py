@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hcp._validate import flag
 from hcp.planning.cost import CostModel, rates_of
 from hcp.planning.limits import rows_up_to
 
@@ -23,16 +24,46 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the options)")
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows every default but None, and those that the help text already names."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows every default but None, False, and those that the help text names."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or "default" in (action.help or ""):
-            return action.help
-        return super()._get_help_string(action)
+        says, default = action.help, action.default
+        silent = default is None or default is False or default == argparse.SUPPRESS
+        return says if silent or "default" in (says or "") else f"{says} (default: %(default)s)"
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def whole_number(text: str) -> int:
+    """Return 16384 for "16384", "16_384" and "16K". For argparse."""
+    unit = UNITS.get(text[-1:].upper())
+    try:
+        return int(text) if unit is None else int(text[:-1]) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number, expected one such as 16384 or 16K"
+        ) from None
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a program that starts its own ranks."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="RANKS",
+        help="processes to start on this machine (default: 4; under torchrun what it starts)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where ranks compute; auto: on GPUs if each rank has one, else on the CPU",
+    )
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, max_length: int = 8192) -> None:
     group = parser.add_argument_group("data")
     group.add_argument(
         "--data",
@@ -43,27 +74,77 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--document-separator",
         metavar="TEXT",
-        help="cut each text into documents here; \\n is a new line",
+        help="cut each text into documents here; \\n is a new line (default: none)",
     )
     group.add_argument(
-        "--max-length", type=int, default=8192, help="tokens; longer documents are split"
+        "--max-length",
+        type=whole_number,
+        default=max_length,
+        metavar="TOKENS",
+        help="most tokens of a document; longer ones are split",
     )
     group.add_argument(
-        "--eval-documents", type=int, default=37, help="documents held out for evaluation"
+        "--eval-documents",
+        type=int,
+        default=37,
+        metavar="DOCUMENTS",
+        help="documents held out for evaluation",
     )
+
+
+MODEL_SIZES: dict[str, tuple[int, str, str]] = {
+    "num_layers": (4, "LAYERS", "transformer layers"),
+    "hidden_size": (128, "WIDTH", "values of a token between layers"),
+    "ffn_hidden_size": (512, "WIDTH", "values of a token inside the MLP"),
+    "num_attention_heads": (4, "HEADS", "query heads of a layer"),
+    "num_query_groups": (2, "HEADS", "key and value heads of a layer"),
+}
+"""Option, default, unit and meaning of each size of the demo's model."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--num-layers", type=int, default=4, help="transformer layers")
-    group.add_argument("--hidden-size", type=int, default=128, help="width")
-    group.add_argument("--ffn-hidden-size", type=int, default=512, help="width inside the MLP")
-    group.add_argument("--num-attention-heads", type=int, default=4, help="query heads")
-    group.add_argument("--num-query-groups", type=int, default=2, help="key and value heads")
+    for name, (size, unit, says) in MODEL_SIZES.items():
+        group.add_argument(flag(name), type=int, default=size, metavar=unit, help=says)
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
-        help="two matrices instead of one",
+        help="two matrices for the embedding and the output instead of one",
+    )
+
+
+def add_steps(group: argparse._ArgumentGroup, train_iters: int) -> None:
+    """Add the options of training steps. ``train_iters``: the default of their number."""
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=64,
+        metavar="DOCUMENTS",
+        help="documents in a step, of all ranks",
+    )
+    group.add_argument(
+        "--train-iters", type=int, default=train_iters, metavar="STEPS", help="steps to train"
+    )
+    group.add_argument(
+        "--lr", type=float, default=2e-3, metavar="RATE", help="learning rate, the highest"
+    )
+    group.add_argument(
+        "--clip-grad",
+        type=float,
+        default=1.0,
+        metavar="NORM",
+        help="largest norm of the gradients; 0: any",
+    )
+    add_seed(group)
+
+
+def add_seed(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        metavar="NUMBER",
+        help="of the weights and of the order of documents",
     )
 
 

@@ -98,7 +98,7 @@ class Config:
 
     memory: MemoryModel | str | Path | None = None
     """The bytes of a micro-batch on one rank, to which every plan keeps in addition to the rows. A
-    path is that of a file of `python -m hcp calibrate --memory`, read here. None: rows alone."""
+    path is that of a file of `hcp calibrate --memory`, read here. None: rows alone."""
 
     def __post_init__(self) -> None:
         from hcp.step.backends import BACKENDS  # imports torch, which the options do not need
@@ -348,7 +348,7 @@ def _memory_of(given: object) -> MemoryModel | None:
             return MemoryModel.load(given)
         except OSError as error:
             raise ValueError(
-                f"memory is {os.fspath(given)!r}, expected a file of `python -m hcp calibrate "
+                f"memory is {os.fspath(given)!r}, expected a file of `hcp calibrate "
                 f"--memory`: {error.strerror}"
             ) from None
     if given is None:
@@ -424,7 +424,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "max_seqlen_per_dp_cp_rank",
         type=int,
         metavar="TOKENS",
-        help="most tokens of one rank in one micro-batch",
+        help="most tokens of one rank in one micro-batch (required where the program has no"
+        " default)",
     )
     add(
         "min_dynamic_context_parallel_size",
@@ -449,7 +450,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "eval_context_parallel_size",
         type=_size_or_auto,
         metavar="RANKS",
-        help="context-parallel size of the evaluation layout, or auto: what is predicted fastest",
+        help="context-parallel size of the evaluation layout, or auto: what is predicted fastest"
+        " (default: that of training, unless the program has another)",
     )
     add(
         "hierarchical_context_parallel_sizes",
@@ -457,7 +459,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="+",
         metavar="RANKS",
         help="levels of a2a+p2p, the inner all-to-all first and the ring last; under dynamic_cp"
-        " each group takes the largest inner level up to it that its degree allows",
+        " each group takes the largest inner level up to it that its degree allows (default: none)",
     )
     add(
         "window_size",
@@ -501,7 +503,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "memory",
         metavar="FILE",
         help="bytes of a micro-batch, to which plans keep in addition to the rows: a file that"
-        " `python -m hcp calibrate --memory` wrote (default: rows alone)",
+        " `hcp calibrate --memory` wrote (default: rows alone)",
     )
     return parser
 

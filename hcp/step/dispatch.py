@@ -590,7 +590,7 @@ def _tell_of_other_kernels(
         _told.add((plan.kernels, here))
     _log.warning(
         "the plan goes by prices of the attention kernels %s, and %s compute attention here: "
-        "measure prices of these by `python -m hcp calibrate --attention-backend %s --out "
+        "measure prices of these by `hcp calibrate --attention-backend %s --out "
         "cost.json`, and plan with `--cost cost.json` or hcp.CostModel.load",
         ", ".join(plan.kernels),
         ", ".join(here),

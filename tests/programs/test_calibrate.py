@@ -194,7 +194,7 @@ def test_measured_times_become_a_file_that_plans(
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
     assert provenance["model"]["attention_backend"] == "auto"
-    assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
+    assert shlex.split(provenance["command"]) == ["hcp", "calibrate", *argv]
     assert provenance["device"] == "a device"
     assert provenance["kernels"] == {"flash_attn_4": "4.0", "torch": "2.13"}
     assert provenance["versions"] == {
@@ -379,7 +379,7 @@ def test_measured_bytes_become_a_file_that_plans(
     assert "that is 300 rows of a rank at degree 1" in said
     assert "largest error on 4 points of 32 to 256 rows: 0.00%" in said
     provenance = json.loads(out.read_text())["provenance"]
-    assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
+    assert shlex.split(provenance["command"]) == ["hcp", "calibrate", *argv]
     assert (provenance["device"], provenance["model"]["vocab_size"]) == ("a device", 264)
     assert provenance["points"] == [[1, *peak] for peak in peaks]
     assert provenance["points of attention alone"][3] == [2, 1, 9, 0]

@@ -106,7 +106,7 @@ HELP = ["--help", *(f"{command} --help" for command in COMMANDS)]
 def test_help_needs_no_torch(arguments: str, tmp_path: Path) -> None:
     done = run_without("torch tqdm matplotlib", tmp_path, "-m", "hcp", *arguments.split())
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: python -m hcp")
+    assert done.stdout.startswith("usage: hcp ")
 
 
 IMPORTED = """

@@ -390,7 +390,7 @@ def test_memory_comes_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ("no/such.json", "memory is 'no/such.json', expected a file of `python -m hcp calibrate"),
+        ("no/such.json", "memory is 'no/such.json', expected a file of `hcp calibrate"),
         (60, "memory is 60, expected a MemoryModel, or a path of its file"),
         (hcp.MemoryModel(activation=3), "memory.limit is 0, expected the bytes that"),
         (hcp.MemoryModel(limit=3), "memory.activation and memory.logit are 0, expected one of"),

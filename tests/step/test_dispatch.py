@@ -466,5 +466,5 @@ def test_prices_of_other_kernels_are_warned_of_once(caplog: pytest.LogCaptureFix
     assert warned.levelname == "WARNING"
     assert warned.getMessage().startswith(
         "the plan goes by prices of the attention kernels flash_attn_3, te_fused, and torch "
-        "compute attention here: measure prices of these by `python -m hcp calibrate "
+        "compute attention here: measure prices of these by `hcp calibrate "
     )

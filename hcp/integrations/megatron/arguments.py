@@ -40,7 +40,8 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
             nargs="+",
             type=int,
             metavar="SIZE",
-            help="sizes of the levels of hierarchical CP groups, the innermost first",
+            help="ranks of each level of hierarchical CP groups, the innermost first "
+            "(default: none)",
         )
     return parser
 

@@ -23,18 +23,29 @@ NAME = "hcp.integrations.megatron.launch"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script that the first argument names, with the others as its command line."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {NAME}",
-        description="Run a script of Megatron-LM's, such as pretrain_gpt.py, with hcp in place.",
-    )
-    parser.add_argument("script", help="the script's file, in a checkout of Megatron-LM")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's own flags")
+    parser = build_parser()
     args = parser.parse_args(argv)
     if not Path(args.script).is_file():
         parser.error(f"the script is {args.script}, expected a file")
     sys.argv = [args.script, *args.flags]
     sys.path.insert(0, str(Path(args.script).resolve().parent))
     run(args.script)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {NAME}",
+        usage="%(prog)s SCRIPT [FLAGS]",
+        description="Run a script of Megatron-LM's, such as pretrain_gpt.py, with hcp in place.",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="its file, in a checkout of Megatron-LM")
+    parser.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        metavar="FLAGS",
+        help="the script's own flags (default: none)",
+    )
+    return parser
 
 
 def run(script: str) -> None:

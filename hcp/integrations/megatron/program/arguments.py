@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp._validate import expect_size
+from hcp._validate import expect_size, flag
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.checks import check_gloo
 from hcp.programs.arguments import (
@@ -13,6 +13,8 @@ from hcp.programs.arguments import (
     Parser,
     add_data_arguments,
     add_model_arguments,
+    add_rank_arguments,
+    add_steps,
     check_data,
     check_model,
     check_seed,
@@ -30,13 +32,11 @@ same training under static CP; then evaluate both under two layouts."""
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m hcp.integrations.megatron",
+        usage="%(prog)s [OPTIONS]",
         description=DESCRIPTION,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "--ranks", type=int, help="ranks to start; under torchrun: what it starts (default: 4)"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_rank_arguments(parser)
     add_data_arguments(parser)
     add_model_arguments(parser)
     add_layout_arguments(parser)
@@ -45,22 +45,41 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+LAYOUT: dict[str, tuple[int | None, str, str]] = {
+    "tensor_model_parallel_size": (1, "RANKS", "ranks that share each layer's weights"),
+    "pipeline_model_parallel_size": (1, "STAGES", "pipeline stages, each on its own ranks"),
+    "num_virtual_stages_per_pipeline_rank": (
+        None,
+        "CHUNKS",
+        "chunks of layers on each stage, which interleaves the pipeline (default: 1)",
+    ),
+    "expert_model_parallel_size": (1, "RANKS", "ranks over which experts are spread"),
+    "expert_tensor_parallel_size": (
+        None,
+        "RANKS",
+        "ranks that share an expert's weights (default: --tensor-model-parallel-size)",
+    ),
+    "num_experts": (None, "EXPERTS", "experts of each MLP (default: one dense MLP)"),
+    "moe_router_topk": (2, "EXPERTS", "experts that compute a token"),
+    "moe_ffn_hidden_size": (
+        None,
+        "WIDTH",
+        "values of a token inside an expert (default: --ffn-hidden-size)",
+    ),
+    "mtp_num_layers": (None, "LAYERS", "layers of multi-token prediction (default: none)"),
+}
+"""Option, default, unit and meaning of each size."""
+
+
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
-    group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    for name, (size, unit, says) in LAYOUT.items():
+        group.add_argument(flag(name), type=int, default=size, metavar=unit, help=says)
     group.add_argument(
-        "--expert-tensor-parallel-size",
-        type=int,
-        help="ranks that share an expert's weights (default: --tensor-model-parallel-size)",
+        "--sequence-parallel",
+        action="store_true",
+        help="tensor-parallel ranks share the rows between attention and MLP, too",
     )
-    group.add_argument("--num-experts", type=int, help="of each MLP (default: one dense MLP)")
-    group.add_argument("--moe-router-topk", type=int, default=2)
-    group.add_argument("--moe-ffn-hidden-size", type=int)
-    group.add_argument("--mtp-num-layers", type=int, help="multi-token prediction")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +94,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-rope-fusion",
         action="store_false",
         dest="apply_rope_fusion",
-        help="rotate queries and keys by Megatron's unfused code, not in hcp's attention",
+        help="rotate queries and keys by Megatron's unfused code (default: in hcp's attention)",
     )
     group.add_argument(
         "--linear-cross-entropy",
@@ -84,13 +103,11 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
     group.add_argument(
-        "--use-distributed-optimizer", action="store_true", help="its state is sharded over dp x cp"
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="spread the optimizer's state over dp x cp",
     )
-    group.add_argument("--global-batch-size", type=int, default=64, help="documents in a step")
-    group.add_argument("--train-iters", type=int, default=10, help="steps")
-    group.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")
-    group.add_argument("--seed", type=int, default=1234)
+    add_steps(group, train_iters=10)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp._validate import expect_size
+from hcp._validate import expect_size, flag
 from hcp.integrations.loader import check_model_config
 from hcp.planning.limits import rows_up_to
 from hcp.programs.arguments import (
     HelpFormatter,
     Parser,
     add_data_arguments,
+    add_rank_arguments,
+    add_seed,
     check_data,
     check_seed,
     number_of_ranks,
@@ -42,33 +44,39 @@ from hcp.programs.progress import progress
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
+DESCRIPTION = """\
+Fine-tune small models of random weights on real text with Transformers' Trainer, under static and
+under dynamic context parallelism, and evaluate in two layouts."""
+SIZES = {
+    "train_iters": (8, "STEPS", "steps to train"),
+    "global_batch_size": (32, "DOCUMENTS", "documents in a step, of all ranks"),
+    "num_layers": (2, "LAYERS", "transformer layers"),
+    "hidden_size": (64, "WIDTH", "values of a token between layers, a multiple of 16"),
+}
+"""Option, default, unit and meaning of each size."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m hcp.integrations.transformers",
-        description="Fine-tune small models of random weights on real text with Transformers' "
-        "Trainer, under static and under dynamic context parallelism, and evaluate in two layouts.",
+        usage="%(prog)s [OPTIONS]",
+        description=DESCRIPTION,
         formatter_class=HelpFormatter,
     )
-    add = parser.add_argument
-    add("--ranks", type=int, help="ranks to start; under torchrun: what it starts (default: 4)")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: GPUs if each rank has one",
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="what to train (default: all)",
     )
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train")
-    add("--train-iters", type=int, default=8, help="steps")
-    add("--global-batch-size", type=int, default=32, help="documents in a step, of all ranks")
-    add("--lr", type=float, default=2e-3, help="learning rate")
-    add("--num-layers", type=int, default=2, help="layers")
-    add("--hidden-size", type=int, default=64, help="width, a multiple of 16")
-    add("--bf16", action="store_true", help="autocast to bfloat16")
-    add("--seed", type=int, default=1234, help="of weights and of the order of documents")
-    add_data_arguments(parser)
-    parser.set_defaults(max_length=2048)
+    for name, (size, unit, says) in SIZES.items():
+        parser.add_argument(flag(name), type=int, default=size, metavar=unit, help=says)
+    parser.add_argument("--lr", type=float, default=2e-3, metavar="RATE", help="learning rate")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    add_seed(parser)
+    add_data_arguments(parser, max_length=2048)
     hcp.add_arguments(parser)
     return parser
 
@@ -79,7 +87,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
     check_seed(args.seed)
-    for name in ("ranks", "train_iters", "global_batch_size", "num_layers", "hidden_size"):
+    for name in ("ranks", *SIZES):
         expect_size(name, getattr(args, name))
     if args.hidden_size % 16:
         raise ValueError(f"hidden_size is {args.hidden_size}, expected a multiple of 16")
