@@ -3,52 +3,80 @@
 from __future__ import annotations
 
 import array
+import csv
+import glob
+import importlib.util
 import itertools
 import json
+import logging
 import struct
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 FIELDS = ("length", "lengths", "num_tokens", "n_tokens", "input_ids", "tokens")
-"""Fields of a record that tell its length, in the order in which they are looked for: a number of
-tokens, or a list of them."""
+"""Columns, or fields of a record, that tell its length, in the order in which they are looked for:
+a number of tokens, or a list of them."""
+ROWS = 1000
+"""Rows of a table that are in memory at once."""
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEAD = struct.Struct("<9sQBQQ")
 
 HELP = (
-    "a file of lengths: numbers separated by spaces, commas or lines; JSON lines or Parquet with a "
-    "field of lengths or of tokens; Megatron's .idx, whose documents count; - for standard input"
+    "a file of lengths: numbers separated by spaces, commas or lines; CSV, Parquet or JSON lines "
+    "with a column of lengths or of tokens; Megatron's .idx, whose documents count; - for standard "
+    "input"
 )
 
 
-def read_lengths(source: str, field: str | None = None) -> list[int]:
+def read_lengths(source: str, column: str | None = None) -> list[int]:
     """Return the lengths that a file tells, in tokens.
 
-    ``field``: that of a record in JSON lines or Parquet; by default the first of FIELDS that it
-    has. Raises ValueError with the file and the place if it cannot be read so, and for a file of no
-    lengths.
+    ``column``: that of CSV or Parquet, or the field of JSON lines; by default the first of FIELDS
+    that there is. Rows and lines are read one after the other: only their lengths are kept. Raises
+    ValueError with the file and the place if it cannot be read so, for a file of no lengths, and
+    for CSV with columns and Parquet where the package datasets, which reads them, is missing.
     """
-    lengths = _read(source, field)
+    try:
+        lengths = _read(source, column)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: {error}") from None
     if not lengths:
         raise ValueError(f"{source} has no lengths, expected some")
     return lengths
 
 
-def _read(source: str, field: str | None) -> list[int]:
-    try:
-        if source.endswith(".idx"):
-            return of_megatron(Path(source).read_bytes(), source)
-        if source.endswith(".parquet"):
-            return of_parquet(source, field)
-        text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: {error}") from None
+def _read(source: str, column: str | None) -> list[int]:
+    if source.endswith(".idx"):
+        return of_megatron(Path(source).read_bytes(), source)
+    if source.endswith(".parquet"):
+        return list(of_table("parquet", source, column))
+    if source.endswith(".csv") and (column is not None or has_header(source)):
+        return list(of_table("csv", source, column))
+    if source.endswith(".jsonl"):
+        # Text may hold what else Python takes for the end of a line.
+        with Path(source).open(encoding="utf-8-sig", newline="\n") as lines:
+            return list(of_json_lines(lines, source, column))
+    text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
     text = text.removeprefix("\ufeff")
-    if source.endswith(".jsonl") or text.lstrip().startswith("{"):
-        return of_json_lines(text, source, field)
+    if text.lstrip().startswith("{"):
+        return list(of_json_lines(text.split("\n"), source, column))
     return of_words(text, source)
+
+
+def has_header(source: str) -> bool:
+    """Whether the first line of CSV has something else than numbers."""
+    return not all(word.strip().isdecimal() for word in header_of(source))
+
+
+def header_of(source: str) -> list[str]:
+    with Path(source).open(encoding="utf-8-sig", newline="") as file:
+        try:
+            return next(csv.reader(file), [])
+        except csv.Error as error:
+            raise ValueError(f"{source}: {error}") from None
 
 
 def of_words(text: str, source: str) -> list[int]:
@@ -65,10 +93,10 @@ def of_words(text: str, source: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def of_json_lines(text: str, source: str, field: str | None) -> list[int]:
-    # Text may hold what else splitlines takes for the end of a line.
-    lines = ((n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip())
-    return [of_record(line, f"{source}: line {n}", field) for n, line in lines]
+def of_json_lines(lines: Iterable[str], source: str, field: str | None) -> Iterator[int]:
+    for n, line in enumerate(lines, 1):
+        if line.strip():
+            yield of_record(line, f"{source}: line {n}", field)
 
 
 def of_record(line: str, place: str, field: str | None) -> int:
@@ -82,19 +110,76 @@ def of_record(line: str, place: str, field: str | None) -> int:
     return length_of(record[name], place, name)
 
 
-def of_parquet(source: str, field: str | None) -> list[int]:
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def of_table(kind: str, source: str, column: str | None) -> Iterator[int]:
+    """Yield the lengths that a column tells. ``kind``: "csv" or "parquet"."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"{source}: columns of CSV and Parquet are read by the package datasets, which is not "
+            "installed: python -m pip install datasets"
+        )
+    row = 0
+    for name, values in columns_of(kind, source, column):
+        for value in lengths_in(values, f"{source}: row {row}", name):
+            yield length_of(value, f"{source}: row {row}", name)
+            row += 1
+
+
+def columns_of(kind: str, source: str, column: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield (its name, some rows of it as an array of Arrow's) of the column that tells lengths."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # the error says the same
+    with Path(source).open("rb"):
+        pass  # OSError where there is none: the package would take the name for a pattern
+
+    def opened(**options: Any) -> Any:
+        files = glob.escape(source)
+        return datasets.load_dataset(
+            kind, data_files=files, split="train", streaming=True, **options
+        )
+
     try:
-        from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError:
-        advice = "python -m pip install pyarrow"
-        raise ValueError(f"{source}: Parquet needs pyarrow: {advice}") from None
+        names = header_of(source) if kind == "csv" else opened().column_names
+        name = chosen(dict.fromkeys(names), column, source, "columns")
+        options: dict[str, Any] = {"columns": [name], "batch_size": ROWS}
+        if kind == "csv":
+            options = {"index_col": False, "chunksize": ROWS}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of header")  # rows with more fields than that
+            for some in opened(**options).with_format("arrow").iter(ROWS):
+                yield name, some.column(name)
+    except (ValueError, DatasetsError, Warning) as error:  # also pandas' and Arrow's
+        place = "" if str(error).startswith(source) else f"{source}: "
+        raise ValueError(f"{place}{' '.join(str(error).split())}") from None
+
+
+def lengths_in(values: Any, place: str, name: str) -> list[Any]:
+    """The values of a column, lists as their lengths: a list of tokens need not be made for it."""
+    from pyarrow import compute, types
+
+    kind = values.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        length_of(values.slice(0, 1).to_pylist()[0], place, name)
+        counted: list[Any] = compute.list_value_length(values).to_pylist()
+        return counted
+    found = values.to_pylist()
+    return [as_list(value) if isinstance(value, str) else value for value in found]
+
+
+def as_list(text: str) -> Any:
+    """The list that a cell of CSV spells, or the text."""
     try:
-        file = parquet.ParquetFile(source)
-        name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
-        values = parquet.read_table(source, columns=[name]).column(name).to_pylist()
-    except ArrowException as error:
-        raise ValueError(f"{source}: {error}") from None
-    return [length_of(value, f"{source}: row {i}", name) for i, value in enumerate(values)]
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, list) else text
+
+
+# ---- Megatron's index ----------------------------------------------------------------------------
 
 
 def of_megatron(data: bytes, source: str) -> list[int]:
@@ -125,14 +210,19 @@ def of_megatron(data: bytes, source: str) -> list[int]:
     return [length for length in documents if length > 0]
 
 
-def chosen(record: dict[str, Any], field: str | None, place: str) -> str:
-    """Return the field that tells a record's length."""
+# ---- values --------------------------------------------------------------------------------------
+
+
+def chosen(record: dict[str, Any], field: str | None, place: str, what: str = "fields") -> str:
+    """Return the field of a record, or the column of a table, that tells lengths."""
     names: Sequence[str] = FIELDS if field is None else (field,)
     for name in names:
         if name in record:
             return name
-    expected = f"{field!r}" if field is not None else f"one of {', '.join(FIELDS)}, or --field NAME"
-    raise ValueError(f"{place} has the fields {', '.join(record)}, expected {expected}")
+    expected = (
+        f"{field!r}" if field is not None else f"one of {', '.join(FIELDS)}, or --column NAME"
+    )
+    raise ValueError(f"{place} has the {what} {', '.join(record)}, expected {expected}")
 
 
 def shown(value: Any) -> str:

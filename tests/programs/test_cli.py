@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ import hcp
 from hcp.__main__ import main
 from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
-from hcp.cli.lengths import read_lengths
 from hcp.cli.simulate import parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.drawing import timeline_svg
@@ -420,119 +418,6 @@ def test_a_family_draws_the_same_lengths_from_the_same_seed(name: str) -> None:
     assert draws[0] == draws[1]
     assert min(draws[0]) >= 1
     assert len(set(draws[0])) > 50
-
-
-# ---- lengths of files ----------------------------------------------------------------------------
-
-
-def index_of(documents: Sequence[Sequence[int]]) -> bytes:
-    """An index of Megatron's IndexedDataset: documents of sequences."""
-    lengths = [length for document in documents for length in document]
-    bounds = [0, *itertools.accumulate(map(len, documents))]
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(bounds))
-    pointers = [0] * len(lengths)
-    return head + struct.pack(
-        f"<{len(lengths)}i{len(lengths)}q{len(bounds)}q", *lengths, *pointers, *bounds
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "field", "expected"),
-    [
-        ("l.txt", b"3, 1\n[2]", None, [3, 1, 2]),
-        ("l.jsonl", b'{"length": 3}\n\n{"length": 1}', None, [3, 1]),
-        ("l.jsonl", b'{"input_ids": [5, 6, 7], "text": "x"}', None, [3]),
-        ("l.jsonl", b"3\n[4, 4]\n", None, [3, 2]),
-        ("l.jsonl", b'{"length": 3, "own": [1]}', "own", [1]),
-        ("l.jsonl", '{"length": 3, "text": "\u2028\x85"}\r\n[1]\n'.encode(), None, [3, 1]),
-        ("l.idx", index_of([[3], [4, 5], []]), None, [3, 9]),
-        ("l.csv", b"\xef\xbb\xbf3\r\n1\r\n", None, [3, 1]),
-        ("l.jsonl", b'\xef\xbb\xbf{"length": 3}\r\n', None, [3]),
-        ("l.json", b'\xef\xbb\xbf{"length": 3}', None, [3]),
-        ("l.jsonl", b'{"tokens": ["a", "b"]}', None, [2]),
-    ],
-)
-def test_lengths_are_read(
-    name: str, content: bytes, field: str | None, expected: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert read_lengths(str(tmp_path / name), field) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("l.txt", b"3 -1", "[1] is '-1', expected lengths in tokens"),
-        ("l.jsonl", b'{"length": 3}\n{"text": "x"}', "line 2 has the fields text, expected one of"),
-        ("l.jsonl", b'{"length": 0}', "line 1 is '0', expected a number of tokens >= 1"),
-        ("l.jsonl", b'{"tokens": "some text"}', "text has no length before a tokenizer"),
-        ("l.jsonl", b"{", "line 1: Expecting"),
-        ("l.json", b"[[1, 2, 3], [4, 5]]", "has 3 lists, expected one list of lengths"),
-        ("l.json", b"[1, 2, 3]\n[4, 5]", "has 2 lists, expected one list of lengths"),
-        ("l.txt", b"3 0 1", "[1] is '0', expected lengths in tokens, >= 1"),
-        ("l.jsonl", b'{"lengths": [100, 200]}', "line 1 is '[100, 200]', expected a number of tok"),
-        ("l.jsonl", b'{"num_tokens": [1]}', "line 1 is '[1]', expected a number of tokens"),
-        ("l.jsonl", b'{"input_ids": [[1, 2, 3]]}', "line 1 is a list of lists or objects"),
-        ("l.jsonl", b"1" * 30, "line 1 is '111111"),
-        ("l.jsonl", b"[" * 100_000, "line 1: maximum recursion depth exceeded"),
-        ("l.jsonl", b'{"length":' + b'{"a":' * 980 + b"1" + b"}" * 981, "line 1"),
-        ("l.jsonl", b"1" * 5000, "line 1: Exceeds the limit"),
-        ("l.txt", b"3 " + b"1" * 5000, "[1] is '111111"),
-        ("l.idx", b"x", "does not begin as an index"),
-        ("l.idx", index_of([[3], [4]])[:-1], "expected at least"),
-        ("l.idx", index_of([[3], [4]])[:-8] + struct.pack("<q", 1), "is damaged: lengths from 3"),
-        (
-            "l.idx",
-            index_of([[3], [4]])[:-16] + struct.pack("<2q", 2, 1),
-            "is damaged: lengths from",
-        ),
-        ("l.idx", index_of([[3], [-4]]), "is damaged: lengths from -4"),
-    ],
-)
-def test_what_has_no_lengths_is_refused_with_its_place(
-    name: str, content: bytes, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(said)) as error:
-        read_lengths(str(tmp_path / name))
-    assert name in str(error.value)
-
-
-def test_lengths_of_an_index_that_megatron_writes(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    builder = datasets.IndexedDatasetBuilder(str(tmp_path / "data.bin"))
-    builder.add_document(torch.arange(9), [4, 5])
-    builder.add_document(torch.arange(2), [2])
-    builder.finalize(str(tmp_path / "data.idx"))
-    assert read_lengths(str(tmp_path / "data.idx")) == [9, 2]
-
-
-def test_lengths_of_a_column_of_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {"text": ["a", "b"], "input_ids": [[1, 2, 3], [4]], "n": [7, 8]}
-    table = pytest.importorskip("pyarrow").table(columns)
-    parquet.write_table(table, tmp_path / "data.parquet")
-    assert read_lengths(str(tmp_path / "data.parquet")) == [3, 1]
-    assert read_lengths(str(tmp_path / "data.parquet"), "n") == [7, 8]
-    for content in (b"", (tmp_path / "data.parquet").read_bytes()[:-4]):
-        (tmp_path / "cut.parquet").write_bytes(content)
-        with pytest.raises(ValueError, match=r"cut\.parquet: Parquet"):
-            read_lengths(str(tmp_path / "cut.parquet"))
-
-
-def test_simulate_takes_lengths_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
-    file = tmp_path / "own.txt"
-    file.write_text(" ".join(str(1 + 37 * i % 900) for i in range(50)))
-    given = ["--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "512"]
-    assert main(["simulate", *given, "--sequences", "20", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert "2 batches of 20 own.txt sequences" in found["says"]
-    assert found["results"]["hcp"]["speedup"] > found["results"]["static CP"]["speedup"] == 1.0
-    file.write_text("")
-    assert main(["simulate", *given]) == 1
-    assert "own.txt has no lengths" in capsys.readouterr().err
-    assert main(["plan", str(file), *given[2:]]) == 1
-    assert "own.txt has no lengths" in capsys.readouterr().err
 
 
 def test_version(capsys: Capture) -> None:
