@@ -215,6 +215,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         hierarchical_context_parallel_sizes=sizes,
         attention_backend=args.attention_backend,
     )
+    args.config.require_backend()
     if os.environ.get("RANK", "0") == "0":  # the rank that writes
         expect_writable("out", args.out)
     return args

@@ -146,6 +146,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.max_seqlen_per_dp_cp_rank = default_rank_tokens(args.max_length, args.ranks)
     args.config = Config.from_args(args)
     args.config.validate(ranks=args.ranks, num_layers=args.num_layers, longest=args.max_length)
+    args.config.require_backend()
     args.config.static_degree(args.max_length, args.ranks)
     return args
 

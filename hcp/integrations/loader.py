@@ -268,6 +268,7 @@ class DynamicCPCollator:
         self.alignment = alignment
         self._barrier = Barrier(config, model)
         config.validate(ranks=groups.size("dp_cp"))
+        config.require_backend()
 
     def __call__(self, items: Any) -> Step:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every

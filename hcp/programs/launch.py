@@ -35,10 +35,11 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Return a context in which a ValueError that hcp's own code raises is an InputError."""
+    """Return a context in which an HcpError, or a ValueError that hcp's own code raises, is an
+    InputError."""
     try:
         yield
-    except ValueError as error:
+    except (HcpError, ValueError) as error:
         if isinstance(error, InputError) or not is_refusal(error):
             raise
         raise InputError(error) from error
@@ -53,8 +54,8 @@ class Program:
     check: Callable[[], object]
     """Raises ImportError or ValueError if a package is missing. --help does without."""
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
-    """Raises ValueError for options that are unknown or do not go together. The result has
-    `ranks`."""
+    """Raises ValueError for options that are unknown or do not go together, and HcpError for what
+    is not installed here. The result has `ranks`."""
     run: Callable[[argparse.Namespace], None]
     """Runs one rank of a job that a launcher started. Raises OSError that names a file too."""
 
@@ -67,7 +68,7 @@ class Program:
             if not asks_for_help(argv):
                 self.check()
             args = parse_on_rank(rank, argv, self.parse_args)
-        except (ImportError, ValueError) as error:
+        except (HcpError, ImportError, ValueError) as error:
             return fail(error, rank, self.name)
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", self.module, *argv], self.name)

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from hcp._validate import expect_items
 from hcp._words import CommType
 from hcp.attention.comm_types import COMM_TYPES
-from hcp.attention.kernels import FAMILIES, KernelFamily
+from hcp.attention.kernels import FAMILIES, INSTALL_TRANSFORMER_ENGINE, KernelFamily, version_of
+from hcp.attention.kernels.present import CHOOSING, among
 from hcp.errors import HcpError
 from hcp.step.handler import ContextParallelHandler
 
@@ -34,6 +38,13 @@ class HandlerBackend(NamedTuple):
     """The library's name for pip. None: it needs none besides torch."""
     capability: tuple[int, int] = 0, 0
     """The least compute capability of a GPU that it runs on."""
+    install: str = ""
+    """How to install the package."""
+
+    @property
+    def version(self) -> str | None:
+        """The version of the package, which is not imported. None: it is not installed."""
+        return version_of(self.package)
 
 
 def _transformer_engine() -> HandlerClass:
@@ -45,7 +56,9 @@ def _transformer_engine() -> HandlerClass:
 
 BACKENDS: dict[str, KernelFamily | HandlerBackend] = {
     **FAMILIES,
-    "transformer_engine": HandlerBackend(_transformer_engine, "transformer-engine"),
+    "transformer_engine": HandlerBackend(
+        _transformer_engine, "transformer-engine", install=INSTALL_TRANSFORMER_ENGINE
+    ),
 }
 
 
@@ -106,9 +119,47 @@ def get_cp_handler_cls(
             raise ValueError(f"cp_comm_type is {name!r}, expected one of {COMM_TYPES}")
     if not types:
         raise ValueError("cp_comm_type is empty, expected one value or one per layer")
+    _expect_known(backend)
+    return _made(backend, tuple(dict.fromkeys(types)))
+
+
+def _expect_known(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {sorted(BACKENDS)}")
-    return _made(backend, tuple(dict.fromkeys(types)))
+
+
+def require_backend(backend: str) -> None:
+    """Raise HcpError unless a package that computes the backend's attention is installed here.
+
+    Packages are looked up and not imported. Call it where ranks will run with the packages that
+    this process sees: in a rank, or in a program that starts ranks on this machine. A launcher on
+    another machine, such as a login node, has other packages than its ranks.
+    """
+    _expect_known(backend)
+    missing = _missing(backend)
+    if missing is not None:
+        raise missing
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank: a launcher numbered it, as torchrun does, or
+    torch.distributed is initialised."""
+    return "RANK" in os.environ or (dist.is_available() and dist.is_initialized())
+
+
+def _missing(backend: str) -> HcpError | None:
+    """The error of a backend whose packages are not installed. None: one of them is."""
+    names = among(backend) if backend in CHOOSING else [backend]
+    rows = [BACKENDS[name] for name in names]
+    if any(row.package is None or row.version is not None for row in rows):
+        return None
+    packages = " or ".join(str(row.package) for row in rows)
+    ways = ", or ".join(row.install for row in rows)
+    return HcpError(
+        f"the backend {backend!r} needs the package {packages}, which is not installed: {ways}, or "
+        "use the backend 'auto'",
+        code="backend-missing",
+    )
 
 
 @functools.cache
@@ -130,9 +181,10 @@ def _loaded(backend: str) -> tuple[HandlerClass, str]:
         row.load()
         return ContextParallelHandler, backend
     except ImportError as error:
-        raise HcpError(
-            f"the backend {backend!r} cannot be imported ({error}): install its library, or use "
-            "the backend 'torch'",
+        missing = _missing(backend) if isinstance(error, ModuleNotFoundError) else None
+        raise missing or HcpError(
+            f"the backend {backend!r} cannot be imported ({error}): install what its library "
+            "needs, or use the backend 'auto'",
             code="backend-missing",
         ) from error
 

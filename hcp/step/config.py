@@ -81,7 +81,10 @@ class Config:
 
     attention_backend: str = "auto"
     """Whose kernels compute attention: a backend of `hcp.get_cp_handler_cls`. "auto": for every
-    call the fastest kernel that is installed."""
+    call the fastest kernel that is installed. In a rank (RANK is set, as torchrun does, or
+    torch.distributed is initialised), one whose package is not installed is an HcpError at once.
+    Elsewhere it is none, since options are also read where no rank runs, such as on a login node:
+    `require_backend` asks there."""
 
     scan_type: ScanType = "auto"
     """How recurrent layers get past the borders of ranks: "pass_states" (each rank scans its rows,
@@ -101,7 +104,7 @@ class Config:
     path is that of a file of `hcp calibrate --memory`, read here. None: rows alone."""
 
     def __post_init__(self) -> None:
-        from hcp.step.backends import BACKENDS  # imports torch, which the options do not need
+        from hcp.step.backends import BACKENDS, is_rank  # torch, which the options do not need
 
         object.__setattr__(self, "memory", _memory_of(self.memory))
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
@@ -131,6 +134,8 @@ class Config:
             _expect_window(name, window)
         static = self.sequence_packing_scheduler == "static_cp"
         self._check_levels(self.context_parallel_size if static else None)
+        if is_rank():
+            self.require_backend()
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Config:
@@ -146,6 +151,13 @@ class Config:
                     f"{flag(field.name)} is missing, expected the most tokens that a rank can hold"
                 )
         return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def require_backend(self) -> None:
+        """Raise HcpError unless the package of ``attention_backend`` is installed in this Python.
+        For programs that start ranks on this machine, and for what is given groups of ranks."""
+        from hcp.step.backends import require_backend
+
+        require_backend(self.attention_backend)
 
     @property
     def comm_types(self) -> tuple[CommType, ...]:

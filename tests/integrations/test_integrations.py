@@ -150,7 +150,9 @@ def test_transformers_without_accelerate_says_what_to_install(tmp_path):
 def test_transformer_engine_that_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.delitem(sys.modules, "hcp.integrations.transformer_engine.handler", raising=False)
-    with pytest.raises(ImportError, match=r"transformer_engine cannot be imported .*: pip install"):
+    with pytest.raises(
+        ImportError, match=r"transformer_engine cannot be imported .*: python -m pip install"
+    ):
         importlib.import_module("hcp.integrations.transformer_engine.handler")
 
 

@@ -246,9 +246,23 @@ def test_megatrons_attention_backends_are_understood(flags, expected):
     limit = ["--max-seqlen-per-dp-cp-rank", "160"]
     args = megatrons_parser().parse_args([*flags, *limit])
     assert config_from_args(args).attention_backend == expected
-    if "--flash-attention-version" not in flags:  # hcp's own flag takes the same names
+    if "--flash-attention-version" not in flags and expected != "fused":
+        # hcp's own flag takes the same names; the program asks for the packages of "fused" at once.
         own = arguments.parse_args([*flags, *limit, "--max-length", "160"])
         assert own.config.attention_backend == expected
+
+
+def test_a_version_of_flash_attention_that_is_absent_is_refused_when_a_rank_reads_options(
+    monkeypatch,
+):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    flags = ["--flash-attention-version", "4", "--max-seqlen-per-dp-cp-rank", "160"]
+    args = megatrons_parser().parse_args(flags)
+    assert config_from_args(args).attention_backend == "flash_attn_4"  # as a login node reads it
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(hcp.HcpError, match=r"'flash_attn_4' needs the package flash-attn-4, which"):
+        config_from_args(args)
 
 
 @pytest.mark.parametrize("name", ["unfused", "local"])

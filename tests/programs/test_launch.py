@@ -70,6 +70,19 @@ def test_ranks_speak_one_after_the_other(rank, local, seconds, waited, monkeypat
     assert waited == [seconds * launch.GRACE_SECONDS] * 2
 
 
+def test_options_that_name_what_is_not_installed_are_refused_in_one_line(monkeypatch, capsys):
+    def refuse(argv):
+        raise hcp.HcpError("the backend needs a package", code="backend-missing")
+
+    monkeypatch.delenv("RANK", raising=False)
+    given = launch.Program("hcp demo", "hcp.demo", lambda: None, refuse, lambda args: None)
+    assert given.main([]) == launch.USER_ERROR
+    said = capsys.readouterr().err
+    assert said == "hcp demo: error: the backend needs a package [HCP-backend-missing]\n"
+    with pytest.raises(launch.InputError, match="the backend needs a package"), launch.refusals():
+        refuse([])
+
+
 def test_without_a_launcher_the_module_is_started_on_so_many_ranks(monkeypatch):
     started = []
     monkeypatch.delenv("RANK", raising=False)

@@ -184,6 +184,36 @@ def test_a_program_whose_trainer_is_absent_says_so_in_one_line(
     assert re.search(rf"{package} is not installed, expected .*: pip install", only_line(done))
 
 
+# ---- no kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "needs"),
+    [
+        ("hcp demo", "hcp demo", ""),
+        ("hcp calibrate --out cost.json", "hcp calibrate", ""),
+        ("hcp.integrations.megatron", "hcp.integrations.megatron", "megatron"),
+        ("hcp.integrations.transformers", "hcp.integrations.transformers", "transformers"),
+    ],
+)
+def test_a_program_refuses_a_backend_whose_package_is_absent_before_it_starts_ranks(
+    module: str, name: str, needs: str, tmp_path: Path
+) -> None:
+    if needs:
+        pytest.importorskip(needs)
+    flags = ["--attention-backend", "flash_attn_4", "--max-length", "512"]
+    if "calibrate" in module:
+        flags = flags[:2]
+    done = run_without("flash-attn-4 flash_attn", tmp_path, "-m", *module.split(), *flags)
+    says = (
+        f"{name}: error: the backend 'flash_attn_4' needs the package flash-attn-4, which is not "
+        "installed: python -m pip install flash-attn-4=="
+    )
+    assert done.returncode == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert "No module named" not in done.stderr
+
+
 # ---- no matplotlib, no tqdm ----------------------------------------------------------------------
 
 MODEL = "--ranks 1 --num-layers 1 --hidden-size 32 --ffn-hidden-size 64"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +28,8 @@ from torch import Tensor
 import hcp
 from hcp._words import Backend
 from hcp.attention import kernels
-from hcp.attention.kernels import KernelFamily
+from hcp.attention.kernels import FAMILIES, KernelFamily
+from hcp.integrations.loader import DynamicCPDataLoader
 from hcp.step import backends
 
 
@@ -103,22 +108,123 @@ def test_unknown_names_are_refused(options: Any, message: str) -> None:
         hcp.get_cp_handler_cls(**options)
 
 
-@pytest.mark.parametrize(
-    ("backend", "library"),
-    [
-        ("cudnn", "cudnn"),
-        ("flash_attn", "flash_attn"),
-        ("flash_attn_3", "flash_attn_interface"),
-        ("flash_attn_4", "flash_attn"),
-        ("te_fused", "transformer_engine"),
-        ("transformer_engine", "transformer_engine"),
-    ],
-)
-def test_a_library_that_is_not_there_is_named(backend: str, library: str) -> None:
-    if importlib.util.find_spec(library):
-        pytest.skip(f"{library} is installed")
-    with pytest.raises(hcp.HcpError, match=f"backend '{backend}' cannot be imported .*{library}"):
-        hcp.get_cp_handler_cls(backend)
+# ---- packages that are not installed -------------------------------------------------------------
+
+NEEDED = {
+    "cudnn": ("nvidia-cudnn-frontend", "pip install nvidia-cudnn-frontend"),
+    "flash_attn": ("flash-attn", "pip install --no-build-isolation flash-attn"),
+    "flash_attn_3": ("flash-attn-3", "build the folder hopper of FlashAttention's repository"),
+    "flash_attn_4": ("flash-attn-4", "pip install flash-attn-4==4.0.0b36"),
+    "te_fused": ("transformer-engine", "pip install --no-build-isolation 'transformer-engine["),
+    "transformer_engine": (
+        "transformer-engine",
+        "pip install --no-build-isolation 'transformer-engine[",
+    ),
+    "fused": ("nvidia-cudnn-frontend or transformer-engine", "pip install nvidia-cudnn-frontend, "),
+}
+"""By backend: its package for pip, and how it is installed."""
+MODULES = ("cudnn", "flash_attn", "flash_attn_interface", "transformer_engine")
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package of a kernel is installed, and this process is no rank."""
+    find, version = importlib.util.find_spec, importlib.metadata.version
+    packages = {family.package for family in FAMILIES.values() if family.package}
+
+    def version_without(name: str) -> str:
+        if name in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_without)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name in MODULES else find(name, *of)
+    )
+    for name in list(sys.modules):
+        if name.partition(".")[0] in MODULES or name.endswith("transformer_engine.handler"):
+            monkeypatch.delitem(sys.modules, name)
+        if name.startswith("hcp.attention.kernels.") and name.rpartition(".")[2] in NEEDED:
+            monkeypatch.delitem(sys.modules, name)
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delenv("RANK", raising=False)
+    backends._made.cache_clear()
+
+
+def says(backend: str) -> str:
+    package, how = NEEDED[backend]
+    start = f"the backend {backend!r} needs the package {package}, which is not installed: "
+    return f"^{re.escape(start)}.*{re.escape(how)}.*, or use the backend 'auto'"
+
+
+@pytest.mark.usefixtures("absent")
+@pytest.mark.parametrize("backend", NEEDED)
+def test_a_package_that_is_not_there_is_named_as_pip_names_it(backend: str) -> None:
+    with pytest.raises(hcp.HcpError, match=says(backend)) as refused:
+        backends.require_backend(backend)
+    assert refused.value.code == "backend-missing"
+    if backend != "fused":  # it has a class, since it chooses by the GPU
+        with pytest.raises(hcp.HcpError, match=says(backend)):
+            hcp.get_cp_handler_cls(backend)
+
+
+@pytest.mark.usefixtures("absent")
+@pytest.mark.parametrize("backend", ["auto", "flash", "torch"])
+def test_what_torch_can_compute_needs_no_package(backend: str) -> None:
+    backends.require_backend(backend)
+
+
+def test_a_package_that_is_there_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two is enough to choose from."""
+    version = importlib.metadata.version
+    there = {"flash-attn-4", "transformer-engine"}
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "1.0" if name in there else version(name)
+    )
+    before = set(sys.modules)
+    for backend in ("flash_attn_4", "te_fused", "transformer_engine", "fused"):
+        backends.require_backend(backend)
+    assert set(sys.modules) == before
+
+
+@pytest.mark.usefixtures("absent")
+def test_options_refuse_a_missing_package_in_a_rank_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Options may be read on a login node, whose packages are not those of the ranks."""
+    config = hcp.Config(8, attention_backend="flash_attn_4")
+    assert config.plan([5, 9], ranks=2).ranks == 2
+    with pytest.raises(hcp.HcpError, match=says("flash_attn_4")):
+        config.require_backend()
+    with pytest.raises(hcp.HcpError, match=says("flash_attn_4")):
+        config.dispatch_options()
+    flags = ["--max-seqlen-per-dp-cp-rank", "8", "--attention-backend", "flash_attn_4"]
+    args = hcp.add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    assert hcp.Config.from_args(args) == config
+    monkeypatch.setenv("RANK", "0")
+    for read in (
+        lambda: hcp.Config(8, attention_backend="flash_attn_4"),
+        lambda: hcp.Config.from_args(args),
+        lambda: config.for_evaluation(1, 8),
+    ):
+        with pytest.raises(hcp.HcpError, match=says("flash_attn_4")):
+            read()
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(hcp.HcpError, match=says("flash_attn_4")):
+        hcp.Config(8, attention_backend="flash_attn_4")
+
+
+@pytest.mark.usefixtures("absent")
+def test_a_loader_refuses_a_missing_package_before_the_first_batch() -> None:
+    config = hcp.Config(8, attention_backend="flash_attn_4")
+
+    def run(groups: Any) -> None:
+        with pytest.raises(hcp.HcpError, match=says("flash_attn_4")):
+            DynamicCPDataLoader([], config, groups, global_batch_size=2)
+
+    hcp.loopback(1, run)
 
 
 def test_dispatch_makes_handlers_of_the_class() -> None:

@@ -235,6 +235,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 # ---- families ------------------------------------------------------------------------------------
 
+FLASH_ATTN_4 = "4.0.0b36"
+"""The version of flash-attn-4 whose compiled functions hcp calls."""
+INSTALL_TRANSFORMER_ENGINE = (
+    "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
+)
+
 KernelsFor = Callable[[torch.device], Sequence[Kernel]]
 """Gives a library's kernels for a device, the preferred one first."""
 
@@ -256,6 +262,8 @@ class KernelFamily(NamedTuple):
     a ``PackedKernel``."""
     newest: int | None = None
     """The newest major compute capability that it has kernels for. None: for those to come too."""
+    install: str = ""
+    """How to install the package."""
     module: str | None = None
     """The module that is there whatever the package is called: builds from source have had other
     names. None: the package has one name."""
@@ -269,16 +277,25 @@ class KernelFamily(NamedTuple):
     @property
     def version(self) -> str | None:
         """The version of the package, which is not imported. None: it is not installed."""
-        try:
-            return importlib.metadata.version(self.package or "torch")
-        except importlib.metadata.PackageNotFoundError:
-            there = self.module is not None and _is_there(self.module)
-            return "of unknown version" if there else None
+        version = version_of(self.package)
+        if version is None and self.module is not None and _is_there(self.module):
+            return "of unknown version"
+        return version
+
+
+def version_of(package: str | None) -> str | None:
+    """The version of a package, which is not imported; None: it is not installed. Without a
+    package, that of torch."""
+    try:
+        return importlib.metadata.version(package or "torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _is_there(module: str) -> bool:
     """Whether a module can be found. It is not imported."""
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    loaded = sys.modules.get(module) is not None
+    return loaded or importlib.util.find_spec(module) is not None
 
 
 def _module(name: str, function: str = "for_device") -> Callable[[], KernelsFor]:
@@ -305,10 +322,15 @@ FAMILIES: dict[str, KernelFamily] = {
         ", since its backward takes no packed log-sum-exp below",
         role="fastest",
         newest=10,
+        install="python -m pip install nvidia-cudnn-frontend",
     ),
     # Its kernels are those of "torch", which lack only soft-capping.
     "flash_attn": KernelFamily(
-        _module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0), role="spare"
+        _module("hcp.attention.kernels.flash_attn_2"),
+        "flash-attn",
+        (8, 0),
+        role="spare",
+        install="python -m pip install --no-build-isolation flash-attn",
     ),
     "flash_attn_4": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_4"),
@@ -316,6 +338,7 @@ FAMILIES: dict[str, KernelFamily] = {
         (9, 0),
         ", since its backward has no kernel below",
         role="fastest",
+        install=f"python -m pip install flash-attn-4=={FLASH_ATTN_4}",
     ),
     "flash_attn_3": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_3"),
@@ -323,6 +346,7 @@ FAMILIES: dict[str, KernelFamily] = {
         (9, 0),
         role="fastest",
         newest=9,
+        install="build the folder hopper of FlashAttention's repository, no index has it",
         module="flash_attn_interface",
     ),
     "te_fused": KernelFamily(
@@ -332,6 +356,7 @@ FAMILIES: dict[str, KernelFamily] = {
         ", since it computes no packs below",
         role="fastest",
         newest=11,
+        install=INSTALL_TRANSFORMER_ENGINE,
     ),
 }
 

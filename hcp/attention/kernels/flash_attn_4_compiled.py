@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp.attention.kernels import FLASH_ATTN_4 as VERSION
 
-VERSION = "4.0.0b36"
 CAPABILITY = 9
 
 _log = logging.getLogger("hcp")

@@ -21,7 +21,7 @@ CHOOSING: dict[str, tuple[str, ...] | None] = {
 """The families whose kernel chooses between those of others: between these, None being all."""
 
 
-def _among(choosing: str) -> list[str]:
+def among(choosing: str) -> list[str]:
     """The families that one of ``CHOOSING`` chooses between, "torch" first: it is the yardstick."""
     some = CHOOSING[choosing]
     names = [
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 def survey(choosing: str, capability: Capability) -> list[Found]:
     """The families that one of ``CHOOSING`` chooses between, on a GPU of this compute capability.
     Their packages are looked up, and not imported."""
-    return [Found(name, _lacks(name, capability)) for name in _among(choosing)]
+    return [Found(name, _lacks(name, capability)) for name in among(choosing)]
 
 
 def _lacks(name: str, capability: Capability) -> str | None:

@@ -28,6 +28,7 @@ from hcp.integrations.megatron.latent import Expansion, hand_on, sends_latents
 from hcp.integrations.megatron.packed import handler_of, with_padding, without_causal_mask
 from hcp.integrations.megatron.rotary import Rotations, check_latent, latent_twin, rotations_of
 from hcp.integrations.megatron.twin import twin
+from hcp.step.backends import require_backend
 
 _CAUSAL = {
     AttnMaskType.causal: True,
@@ -66,6 +67,7 @@ class CoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(config, dropout, attention_type)
         self._backend = backend_of_config(config)
+        require_backend(self._backend)
         check_experts(config, pg_collection)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hcp._words import CommType
 from hcp.attention.checks import as_autocast
+from hcp.attention.kernels import INSTALL_TRANSFORMER_ENGINE
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 from hcp.step.handler import ContextParallelHandler
@@ -21,9 +22,9 @@ from hcp.step.handler import ContextParallelHandler
 try:
     from transformer_engine.pytorch import DotProductAttention
 except ImportError as error:
-    raise ImportError(
+    raise type(error)(
         f"transformer_engine cannot be imported ({error}), expected Transformer Engine 2: "
-        "pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
+        f"{INSTALL_TRANSFORMER_ENGINE}"
     ) from None
 
 

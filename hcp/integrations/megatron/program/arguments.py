@@ -128,6 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.dynamic_context_parallel = args.sequence_packing_scheduler is None
     args.config = config_from_args(args)
     check_config(args.config)
+    args.config.require_backend()
     args.config.validate(
         ranks=args.domain,
         num_layers=args.num_layers,

@@ -102,6 +102,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.eval_context_parallel_size = args.ranks
     args.config = hcp.Config.from_args(args)
     check_model_config(args.config)
+    args.config.require_backend()
     args.config.validate(ranks=args.ranks, longest=args.max_length)
     return args
 
