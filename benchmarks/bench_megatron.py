@@ -1,6 +1,7 @@
 """Megatron-Core's own context parallelism, by Transformer Engine, beside the same model with hcp.
 
     torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--families P1 P2 P3 P4]
+    torchrun --nproc-per-node 8 benchmarks/bench_megatron.py --lengths mine.jsonl
     torchrun --nproc-per-node 2 benchmarks/bench_megatron.py --families one --tokens 262144 \\
         --recompute --linear-loss --num-layers 16 --vocab-size 65536 [--ladder without torchrun]
     torchrun --nproc-per-node 2 benchmarks/bench_megatron.py --device cpu
@@ -10,6 +11,8 @@ global batches with equal weights:
 
     te p2p, te a2a  Megatron's CP over all ranks, sequences packed by next-fit in their order and
                     padded to full chunks. "fused" is cuDNN's attention, "flash" FlashAttention
+    static CP       packed static CP on the engine of "hcp": one degree, the least divisor of the
+                    ranks that holds the longest sequence of a batch, and next-fit in their order
     hcp             as it comes: hcp_layer_spec, the options' defaults ("p2p", the kernels of
                     "auto"), and a plan by the prices that follow from the model's sizes
     hcp tuned       --cp-comm-type, and a plan by prices that are fitted in the run to micro-batches
@@ -20,7 +23,9 @@ global batches with equal weights:
 A step is forward, backward and one sum of all gradients, in turns. The optimizer is left out, since
 its work is equal for all. So are planning and the dispatch of rows, which a loader does ahead.
 Families are those of benchmarks/common/families.py, with sequences up to --tokens per batch, each
-cut to the rows of all ranks. The family "one" is one sequence of --tokens on all ranks; memory for
+cut to the rows of all ranks. --lengths takes them from a file of your own, as `hcp simulate` reads
+it: shuffled, in batches of up to --tokens, and in place of the families unless these are named too;
+--batches says how many. The family "one" is one sequence of --tokens on all ranks; memory for
 rows that peers read is then as large as it needs, and no prices are fitted.
 
 --recompute has Megatron compute each layer again in the backward. --linear-loss computes losses
@@ -31,14 +36,15 @@ first before anything is timed; one of Transformer Engine's that cannot compute,
 the reason in its row. Columns: micro-batches; tokens per second, and hcp's over those; the most
 memory that a step took, in torch's allocator and outside it, and hcp's over that; the gradients'
 relative distance. The lines below a family compare hcp's contestants with the fastest of
-Transformer Engine, and say what hcp aims at on so many GPUs.
+Transformer Engine, and say what hcp aims at on so many GPUs; and in one sentence with packed
+static CP.
 
 --ladder doubles the length of the family "one" for each contestant, in processes of its own, until
 its memory is used up: see common/ladder.py. Weights and gradients are in memory, optimizer states
 are not. Nothing is compared there.
 
-On CPUs, where Transformer Engine does not run, only hcp's plans and Megatron's scheduler are
-compared, with Megatron's local layers.
+On CPUs, where Transformer Engine does not run, only hcp's plans, packed static CP and Megatron's
+scheduler are compared, with Megatron's local layers: that shows that the run works, and no speed.
 """
 
 from __future__ import annotations
@@ -54,12 +60,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common.batches import drawn, sample
+from common.batches import drawn, filled_batches, sample
 from common.families import BY_NAME, Family
 from common.flags import end_after, parser_of
 from common.ladder import add_ladder, check_ladder, climb, climb_all, is_full, leave_full
@@ -76,13 +83,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from peers.planners import next_fit_at, plan_of, wave_greedy
+from peers.planners import next_fit_at, plan_of, static_degree, wave_greedy
 from peers.ring import padded
 from torch import Tensor, nn
 
 import hcp
 from hcp.cli.calibrate import Cell
 from hcp.cli.fit import Point, fit
+from hcp.cli.lengths import HELP, read_lengths
 from hcp.cli.measure import step_of
 from hcp.demo.training import Gradients, Trainer
 from hcp.exchange.peer import BUFFER_BYTES
@@ -115,8 +123,11 @@ TINY = {
 }
 FAMILIES = ("P1", "P2", "P3", "P4")
 ONE = "one"
-OWN = ("hcp", "hcp tuned", "wave greedy")
+STATIC = "static CP"
+OWN = (STATIC, "hcp", "hcp tuned", "wave greedy")
 """Contestants on hcp's engine."""
+FITTED = {"hcp tuned", "wave greedy"}
+"""Those that need prices fitted in the run."""
 TARGETS = {2: (1.15, 1.15), 4: (1.3, 1.15), 8: (1.6, 1.25)}
 """Tokens per second over the best of Transformer Engine, by GPUs: on P1 and P2, on P3 and P4."""
 MEMORY_TARGET = 1.05
@@ -170,7 +181,7 @@ def main() -> int:
             f"{args.vocab_size} words\n\n{RUNG_HEAD}",
             flush=True,
         )
-        own = [name for name in args.hcp if name != "wave greedy"]
+        own = [name for name in args.hcp if name not in (STATIC, "wave greedy")]
         climb_all(args, [*own, *(args.te if args.device == "cuda" else ())])
         return 0
     # The host queues a long step at once: its last exchange waits for all of it.
@@ -205,17 +216,18 @@ def compare_all(
         ways = {"hcp": Way(Config(args.max_tokens_per_rank), sizes_cost(args, device))}
         job = Job(args, device, collection, groups, model, Gradients(model, groups), ways, outside)
         others = list(transformer_engines(job)) if device.type == "cuda" else []
-        if set(args.hcp) - {"hcp"}:
+        if FITTED & set(args.hcp):
             cost = ways["hcp"].cost
             if args.cost or args.families != [ONE]:
                 cost = hcp.CostModel.load(args.cost) if args.cost else calibrated(job)
             ways["hcp tuned"] = Way(tuned(args), cost)
         print_head(job, time.perf_counter() - begun)
-        for name in args.families:
+        families = [ALONE if name == ONE else BY_NAME[name] for name in args.families]
+        for family in [*families, *own_family(args)]:
             if slowest(time.perf_counter() - begun, device) > args.seconds:
-                tell(f"{name}: left out, the run has taken more than --seconds {args.seconds:g}")
+                tell(f"{family.name}: left out, the run took over --seconds {args.seconds:g}")
                 continue
-            compare(job, ALONE if name == ONE else BY_NAME[name], others)
+            compare(job, family, others)
     tell(f"\n{time.perf_counter() - begun:.0f} s in all")
 
 
@@ -243,7 +255,15 @@ def tuned(args: argparse.Namespace) -> Config:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=2, deadline=580)
-    parser.add_argument("--families", nargs="+", choices=(*FAMILIES, ONE), default=list(FAMILIES))
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=(*FAMILIES, ONE),
+        help=f"what batches are drawn from ({' '.join(FAMILIES)}; with --lengths none)",
+    )
+    parser.add_argument("--lengths", metavar="FILE", help=f"{HELP} (none)")
+    says = "of --lengths: the column or field that has tokens, or their number (found by its name)"
+    parser.add_argument("--column", metavar="NAME", help=says)
     parser.add_argument("--batches", type=int, default=1, help="global batches of a family (1)")
     says = f"contestants of Transformer Engine ({', '.join(map(repr, ENGINES))})"
     parser.add_argument("--te", nargs="*", default=[*ENGINES], choices=ENGINES, help=says)
@@ -253,7 +273,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="layers, in the backward")
     parser.add_argument("--linear-loss", action="store_true", help="no logits in memory")
     parser.add_argument("--cost", metavar="FILE", help="prices of this model (fitted in the run)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of weights and batches (1)")
     parser.add_argument("--seconds", type=float, default=420, help="start no family later (420)")
     for name, size in FULL.items():
         says = f"({size}; {TINY[name]} on the CPU)"
@@ -261,8 +281,16 @@ def arguments() -> argparse.Namespace:
     add_ladder(parser)
     args = parser.parse_args()
     check_ladder(parser, args)
+    if args.lengths is not None and (args.ladder or args.climb):
+        parser.error("--lengths goes with batches of many sequences, expected none with --ladder")
+    if args.families is None:
+        args.families = [] if args.lengths is not None else list(FAMILIES)
     if args.ladder or args.climb:
         args.families = [ONE]
+    try:
+        args.own = read_lengths(args.lengths, args.column) if args.lengths is not None else []
+    except ValueError as error:
+        parser.error(str(error))
     fills_ranks = args.families == [ONE] and args.max_tokens_per_rank is None
     for name, size in (FULL if args.device == "cuda" else TINY).items():
         if getattr(args, name) is None:
@@ -549,6 +577,14 @@ class Totals:
 
 
 ALONE = Family(ONE, "one sequence on all ranks", 1, 1, lambda random: [])
+OF_FILE = "lengths of a file"
+
+
+def own_family(args: argparse.Namespace) -> list[Family]:
+    """The family of --lengths, if they are given."""
+    if args.lengths is None:
+        return []
+    return [Family(Path(args.lengths).name, OF_FILE, 1, 1, lambda random: args.own)]
 
 
 def compare(job: Job, family: Family, engines: Sequence[Engine]) -> None:
@@ -583,6 +619,13 @@ def batches_of(job: Job, family: Family) -> list[list[int]]:
     args = job.args
     if family is ALONE:
         return [[args.tokens]] * args.batches
+    most = job.ranks * args.max_tokens_per_rank
+    if family.says == OF_FILE:
+        cut = sum(length > most for length in args.own)
+        if cut:
+            tell(f"{family.name}: {cut} of {len(args.own)} lengths are cut to {most} tokens")
+        own = [min(length, most) for length in args.own]
+        return filled_batches(own, tokens=args.tokens, batches=args.batches, seed=args.seed)
     return list(
         drawn(
             family,
@@ -600,6 +643,8 @@ def contestants_of(
 ) -> Iterator[tuple[str, Contestant]]:
     tokens = sum(lengths)
     plans = {name: way.config.plan(lengths, job.ranks, way.cost) for name, way in job.ways.items()}
+    if STATIC in job.args.hcp and len(lengths) > 1:
+        plans[STATIC] = packed_static(job, lengths)
     if "wave greedy" in job.args.hcp and len(lengths) > 1 and job.ranks & (job.ranks - 1) == 0:
         capacity, cost = job.args.max_tokens_per_rank, job.ways["hcp tuned"].cost
         greedy = wave_greedy(lengths, job.ranks, capacity, cost)
@@ -608,7 +653,7 @@ def contestants_of(
     for name, plan in plans.items():
         if name != "hcp" and name not in job.args.hcp:
             continue
-        way = job.ways.get(name, job.ways.get("hcp tuned", job.ways["hcp"]))
+        way = job.ways.get(name, job.ways["hcp tuned" if name in FITTED else "hcp"])
         own = dispatched(job, way.config, plan, lengths, batch)
         yield name, Contestant(len(own), partial(run_step, job, job.model, own, tokens))
     if engines:
@@ -616,6 +661,14 @@ def contestants_of(
         for engine in engines:
             step = partial(engine_step, job, engine, packs, tokens)
             yield engine.name, Contestant(len(packs), step)
+
+
+def packed_static(job: Job, lengths: list[int]) -> hcp.Plan:
+    """Return packed static CP: next-fit in the order of arrival, at one degree."""
+    ranks, capacity = job.ranks, job.args.max_tokens_per_rank
+    degree = static_degree(lengths, ranks, capacity)
+    request = {"ranks": ranks, "max_tokens_per_rank": capacity, "cost": job.ways["hcp"].cost}
+    return plan_of(next_fit_at(degree, lengths, ranks, capacity), lengths, request)
 
 
 def check(
@@ -747,6 +800,19 @@ def print_table(
     for name in job.ways if rivals else ():
         if name in totals:
             print_verdict(job, family, name, totals[name], rivals)
+    tell(f"{family.name}: {verdict(totals)}")
+
+
+def verdict(totals: Mapping[str, Totals]) -> str:
+    """Say in a sentence how fast hcp is over packed static CP, and over Transformer Engine."""
+    engines = {name: total for name, total in totals.items() if name.startswith("te ")}
+    others = {"packed static CP on hcp's engine": totals[STATIC]} if STATIC in totals else {}
+    if engines:
+        best = min(engines, key=lambda name: engines[name].seconds)
+        others[f"Transformer Engine ({best})"] = engines[best]
+    own = totals["hcp"].seconds
+    speeds = (f"{each.seconds / own:.2f} times as fast as {name}" for name, each in others.items())
+    return f"hcp computes these batches {' and '.join(speeds) or 'alone: nothing is compared'}"
 
 
 def print_verdict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import torch
@@ -25,6 +25,23 @@ def drawn(
         sums = itertools.accumulate(lengths)
         kept = sum(total <= tokens for total in sums)
         yield lengths[: max(1, kept)]
+
+
+def filled_batches(
+    lengths: Sequence[int], *, tokens: int, batches: int, seed: int
+) -> list[list[int]]:
+    """Shuffle lengths, and fill global batches with up to ``tokens`` of them in their order, each
+    length once. There are fewer batches where the lengths do not fill so many."""
+    order = list(lengths)
+    Random(seed).shuffle(order)
+    made: list[list[int]] = [[]]
+    for length in order:
+        if made[-1] and sum(made[-1]) + length > tokens:
+            if len(made) == batches:
+                break
+            made.append([])
+        made[-1].append(length)
+    return made
 
 
 def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -162,6 +163,61 @@ def test_a_small_run_passes_its_checks_and_prints_its_table(run: str, tmp_path: 
         assert written["versions"]["hcp"] == hcp.__version__
         assert written["rows"]
         assert all(len(row) > 2 for row in written["rows"])
+
+
+def test_lengths_of_ones_own_are_compared_with_packed_static_cp(tmp_path: Path) -> None:
+    skip_without_needs("bench_megatron")
+    file, rows = tmp_path / "mine.jsonl", tmp_path / "rows.json"
+    own = [9, 700, 40, 33, 260, 5, 18, 77, 300]
+    file.write_text("".join(json.dumps({"ids": [0] * length}) + "\n" for length in own))
+    options = f"--device cpu --lengths {file} --column ids --tokens 600 --batches 9 --rounds 1"
+    given = [*shlex.split(options), "--hcp", "static CP", "--json", str(rows)]
+    printed, other = run_ranks(2, run_benchmark, "bench_megatron", given)
+    assert other == ""
+    assert "mine.jsonl: 1 of 9 lengths are cut to 512 tokens" in printed
+    sizes = f"9 sequences, {sum(own) - 188} tokens, longest 512"
+    assert f"mine.jsonl  lengths of a file: {sizes}" in printed
+    said = r"mine\.jsonl: hcp computes these batches \d+\.\d\d times as fast as packed static CP on"
+    assert re.search(said, printed), printed
+    written = json.loads(rows.read_text())["rows"]
+    assert [(row["family"], row["contestant"]) for row in written] == [
+        ("mine.jsonl", "hcp"),
+        ("mine.jsonl", "static CP"),
+    ]
+    assert all(row["gradients_off"] < 1e-3 for row in written)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_own_lengths_fill_batches_and_each_is_used_once() -> None:
+    from common.batches import filled_batches
+
+    own = [1 + 37 * i % 90 for i in range(80)]
+    whole = filled_batches(own, tokens=200, batches=1000, seed=3)
+    assert sorted(x for batch in whole for x in batch) == sorted(own)
+    assert all(sum(batch) <= 200 for batch in whole)
+    assert all(sum(a) + b[0] > 200 for a, b in itertools.pairwise(whole))
+    assert filled_batches(own, tokens=200, batches=3, seed=3) == whole[:3]
+    assert filled_batches(own, tokens=200, batches=3, seed=4) != whole[:3]
+    assert filled_batches([7, 500, 7], tokens=10, batches=5, seed=0).count([500]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--lengths none.jsonl", "none.jsonl: [Errno 2] No such file or directory"),
+        ("--lengths none.jsonl --ladder", "--lengths goes with batches of many sequences"),
+    ],
+)
+def test_own_lengths_that_cannot_be_read_are_refused(
+    arguments: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip_without_needs("bench_megatron")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["bench_megatron.py", "--device", "cpu", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(BENCHMARKS / "bench_megatron.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert f"bench_megatron.py: error: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
