@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hcp._files import write_file
 from hcp.cli.simulate import parse_arguments, simulate
-from hcp.planning.drawing import colour_of, timeline_svg
+from hcp.planning.drawing import colour_of
 
 HERE = Path(__file__).parent
 WIDTH = 480
@@ -182,14 +182,13 @@ def split_words(words: str, most: int) -> Iterator[str]:
 
 
 SIMULATED = "--family wikipedia --sequences 64 --batches 1 --ranks 16 --max-tokens-per-rank 8192"
-"""The options of `python -m hcp simulate` for the picture of plans. README.md has them, too."""
+"""The options of `python -m hcp simulate` for the picture of plans. README.md and the notebook of
+examples have them, too."""
 
 
 def plan() -> str:
     """Packed static CP and hcp, as `python -m hcp simulate` plans them."""
-    simulated = simulate(parse_arguments(SIMULATED.split()))
-    plans = {name: simulated.plans[0][name] for name in ("static CP", "hcp")}
-    return timeline_svg(plans, unit=simulated.unit, width=900, height=240)
+    return simulate(parse_arguments(SIMULATED.split())).picture()
 
 
 MEASURED = {"Wikipedia": 1.19, "GitHub": 1.18, "LongAlign": 1.13, "ChatQA2": 1.18}

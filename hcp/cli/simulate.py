@@ -46,6 +46,7 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
+from hcp.planning.drawing import timeline_svg
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
@@ -483,7 +484,7 @@ LITTLE = 1.03
 def verdict(results: Mapping[str, Result], degree: int) -> str:
     """Whether dynamic CP pays for these lengths, in a sentence."""
     gain = results["hcp"].speedup
-    static = f"packed static CP {degree}"
+    static = f"packed static CP (next-fit, degree {degree})"
     if gain <= LITTLE:
         return f"Dynamic CP brings {LITTLE - 1:.0%} or less here: {static} is enough."
     return f"hcp trains these batches {gain:.2f} times as fast as {static}, by this model."
@@ -502,6 +503,21 @@ class Simulation(NamedTuple):
     """The setting."""
     unit: float
     """Seconds of one unit of the cost model."""
+
+    def picture(self) -> str:
+        """Draw the first batch as SVG, as packed static CP and hcp plan it. A notebook shows it."""
+        plans = {name: self.plans[0][name] for name in ("static CP", "hcp")}
+        return timeline_svg(plans, unit=self.unit, width=900, height=240)
+
+    _repr_svg_ = picture
+
+    @property
+    def verdict(self) -> str:
+        """Whether dynamic CP pays for these lengths, in a sentence."""
+        return verdict(self.results, self.degree)
+
+    def __repr__(self) -> str:
+        return f"{self.words}\n{self.verdict}"
 
 
 def simulate(args: argparse.Namespace) -> Simulation:
@@ -536,15 +552,16 @@ def simulate(args: argparse.Namespace) -> Simulation:
 def main(argv: Sequence[str]) -> int:
     args = parse_arguments(argv)
     try:
-        results, degree, plans, words, unit = simulate(args)
+        simulated = simulate(args)
+        results, _, plans, words, unit = simulated
         write_pictures(args, plans[0], "SIMULATED: the first batch", words, unit)
     except (ValueError, OverflowError, OSError) as error:
         return fail("simulate", error)
     if args.json:
         named = {name: asdict(result) for name, result in results.items()}
-        says = {"says": words, "verdict": verdict(results, degree)}
+        says = {"says": words, "verdict": simulated.verdict}
         print(json.dumps({"simulated": True, **says, "results": named}))
         return 0
     rows = (row(name, result) for name, result in results.items())
-    print(words, HEAD, *rows, verdict(results, degree), sep="\n")
+    print(words, HEAD, *rows, simulated.verdict, sep="\n")
     return 0
