@@ -505,11 +505,13 @@ class Simulation(NamedTuple):
     """Seconds of one unit of the cost model."""
 
     def picture(self) -> str:
-        """Draw the first batch as SVG, as packed static CP and hcp plan it. A notebook shows it."""
+        """Draw the first batch as SVG, as packed static CP and hcp plan it."""
         plans = {name: self.plans[0][name] for name in ("static CP", "hcp")}
         return timeline_svg(plans, unit=self.unit, width=900, height=240)
 
-    _repr_svg_ = picture
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.picture()
 
     @property
     def verdict(self) -> str:
