@@ -1,1 +1,1 @@
-"""Commands of python -m hcp, one file each."""
+"""Commands of hcp, one file each."""

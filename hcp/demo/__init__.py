@@ -1,6 +1,6 @@
 """A Megatron-style training script with dynamic context parallelism on real text.
 
-    python -m hcp demo --ranks 4                  starts 4 ranks on this machine
+    hcp demo --ranks 4                            starts 4 ranks on this machine
     torchrun --nproc-per-node 4 -m hcp.demo       runs under a launcher of your own
 
 Read training.py first: it is the script that your own would look like.

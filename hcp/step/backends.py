@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hcp._validate import expect_items
 from hcp._words import CommType
 from hcp.attention.comm_types import COMM_TYPES
-from hcp.attention.kernels import FAMILIES, INSTALL_TRANSFORMER_ENGINE, KernelFamily, version_of
+from hcp.attention.kernels import FAMILIES, INSTALL_TE, KernelFamily, version_of
 from hcp.attention.kernels.present import CHOOSING, among
 from hcp.errors import HcpError
 from hcp.step.handler import ContextParallelHandler
@@ -57,7 +57,7 @@ def _transformer_engine() -> HandlerClass:
 BACKENDS: dict[str, KernelFamily | HandlerBackend] = {
     **FAMILIES,
     "transformer_engine": HandlerBackend(
-        _transformer_engine, "transformer-engine", install=INSTALL_TRANSFORMER_ENGINE
+        _transformer_engine, "transformer-engine", install=INSTALL_TE
     ),
 }
 

@@ -237,9 +237,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 FLASH_ATTN_4 = "4.0.0b36"
 """The version of flash-attn-4 whose compiled functions hcp calls."""
-INSTALL_TRANSFORMER_ENGINE = (
-    "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
-)
+INSTALL_TE = "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
 
 KernelsFor = Callable[[torch.device], Sequence[Kernel]]
 """Gives a library's kernels for a device, the preferred one first."""
@@ -356,7 +354,7 @@ FAMILIES: dict[str, KernelFamily] = {
         ", since it computes no packs below",
         role="fastest",
         newest=11,
-        install=INSTALL_TRANSFORMER_ENGINE,
+        install=INSTALL_TE,
     ),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hcp._words import CommType
 from hcp.attention.checks import as_autocast
-from hcp.attention.kernels import INSTALL_TRANSFORMER_ENGINE
+from hcp.attention.kernels import INSTALL_TE
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 from hcp.step.handler import ContextParallelHandler
@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise type(error)(
         f"transformer_engine cannot be imported ({error}), expected Transformer Engine 2: "
-        f"{INSTALL_TRANSFORMER_ENGINE}"
+        f"{INSTALL_TE}"
     ) from None
 
 
