@@ -42,13 +42,14 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup setup-test tools demo test test-project lint test-clang test-long test-matrix test-integrations test-torch test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup setup-test setup-trainer tools demo test test-rest test-project lint test-clang test-long test-matrix test-integrations test-torch test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a small model with context parallelism on this machine"
-	@echo "make test        the core's tests, with half of attention's cases, drawn by the day;"
+	@echo "make test        the core's tests, with some of each test's cases, drawn by the day;"
 	@echo "                 WORKERS=$(WORKERS) processes, ARGS='-k plan' for some of them"
+	@echo "make test-rest   the cases and the slow tests that make test leaves out that day"
 	@echo "make test-clang  the planner's tests and the operators' with a hcp that clang built"
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-integrations  tests of Transformers, Accelerate and Megatron-Core in one environment"
@@ -80,8 +81,11 @@ CORE = $(addprefix tests/,attention evaluation exchange groups megatron_style pl
   rebinding step project/test_c.py)
 RUN  = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 setup-test: $(READY) $(WITH)demo $(WITH)test
+setup-trainer: setup-test $(WITH)transformers
 test: setup-test
-	$(RUN) $(if $(findstring tests/,$(ARGS)),,$(CORE) --grid half) $(ARGS)
+	$(RUN) $(if $(findstring tests/,$(ARGS)),,$(CORE) --part drawn) $(ARGS)
+test-rest: setup-test
+	$(RUN) $(CORE) --part rest $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.
 CLANG_TESTS = tests/planning/test_plan.py tests/planning/test_planner.py tests/planning/test_pipeline.py tests/exchange/test_ops.py
@@ -91,16 +95,16 @@ test-clang: setup-test
 	  CC=clang CXX=clang++ NVCC= $(PY) setup.py --quiet build --build-lib "$$folder" >/dev/null && \
 	  PYTHONPATH="$$folder" $(VENV)/bin/pytest -n $(WORKERS) $(CLANG_TESTS) $(ARGS)
 
-test-long: setup-test
+test-long: setup-trainer
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 3600 $(ARGS)
 
 # ---- Trainers -----------------------------------------------------------------------------------
 
 # Those whose packages go together, in the environment of the other tests.
-test-integrations: setup-test $(WITH)transformers
+test-integrations: setup-trainer
 	@echo "Installing $(MEGATRON), 10 seconds"
 	@$(INSTALL) $(MEGATRON)
-	$(RUN) tests/integrations tests/megatron_style/test_packed.py $(ARGS)
+	$(RUN) tests/integrations tests/megatron_style/test_packed.py tests/programs/test_launch.py $(ARGS)
 
 test-torch:
 	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-torch-$(EDGE) \
@@ -110,7 +114,7 @@ test-trainers: $(TRAINERS:%=test-trainer-%)
 
 test-trainer-%: TRAINER = $(CURDIR)/.venv-$*-$(EDGE)
 test-trainer-%: FORCE
-	$(MAKE) setup-test $(TRAINER)/.hcp-with-$* VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer $(TRAINER)/.hcp-with-$* VIRTUAL_ENV=$(TRAINER)
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) \
 	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
 
@@ -120,7 +124,7 @@ SWEEP ?= 1
 SWEEP_pinned = --check
 test-trainer-transformers: TRAINER = $(CURDIR)/.venv-transformers-$(EDGE)
 test-trainer-transformers: FORCE
-	$(MAKE) setup-test $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) tests/integrations/test_trl.py \
 	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
 	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
@@ -135,7 +139,7 @@ sweep-transformers: setup-test $(WITH)transformers
 # what a GPU needs.
 test-trainer-megatron: TRAINER = $(CURDIR)/.venv-megatron-$(EDGE)
 test-trainer-megatron: FORCE
-	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) $(if $(filter oldest,$(EDGE)),$(call at,megatron-core),einops omegaconf)
 	$(if $(filter oldest,$(EDGE)),,$(call install,$(TRAINER)) --no-deps --ignore-requires-python \
 	  --upgrade triton==3.7.1 $(call at,megatron-core))
@@ -147,7 +151,7 @@ OF_MEGATRON = $(addprefix tests/integrations/test_,megatron.py megatron_data.py 
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
 test-trainer-torchtitan: TRAINER = $(CURDIR)/.venv-torchtitan-$(EDGE)
 test-trainer-torchtitan: FORCE
-	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) --upgrade $(call at,torchtitan)
 	$(call install,$(TRAINER)) --no-deps triton==3.7.1
 	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)"
@@ -155,7 +159,7 @@ test-trainer-torchtitan: FORCE
 # The wheel of Megatron-LM's training code asks for Python 3.12, and for what a GPU needs.
 test-trainer-megatron_lm: TRAINER = $(CURDIR)/.venv-megatron_lm
 test-trainer-megatron_lm: FORCE
-	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) einops omegaconf
 	$(call install,$(TRAINER)) --no-deps triton==3.7.1
 	$(call install,$(TRAINER)) --no-deps --ignore-requires-python megatron-core==0.19.2
@@ -167,7 +171,7 @@ VERL_NEEDS = 'tensordict<=0.10.0,!=0.9.0' 'ray>=2.41' codetiming dill hydra-core
   importlib_metadata cloudpickle orjson pandas
 test-trainer-verl: TRAINER = $(CURDIR)/.venv-verl
 test-trainer-verl: FORCE
-	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) --no-deps verl==0.9.1
 	$(call install,$(TRAINER)) $(VERL_NEEDS)
 	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_rl.py tests/project/test_docs.py -k 'rl.md or test_rl' $(ARGS)"
@@ -176,7 +180,7 @@ test-trainer-verl: FORCE
 # installed without what they require, which tests/support/bridge.py does without.
 test-trainer-bridge: TRAINER = $(CURDIR)/.venv-bridge
 test-trainer-bridge: FORCE
-	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) 'transformers>=5.8,<=5.12.1' peft datasets omegaconf \
 	  'hydra-core<1.4' einops rich six regex tensorboard
 	$(call install,$(TRAINER)) --no-deps --ignore-requires-python triton==3.7.1 \
@@ -284,7 +288,7 @@ tools: $(READY) $(WITH)check
 check: lint test-project
 
 # What the tests of the project hold: documents, layers, builds, benchmarks, known failures.
-test-project: setup-test $(WITH)check
+test-project: setup-trainer $(WITH)check
 	$(RUN) tests/project --ignore=tests/project/test_c.py $(ARGS)
 
 lint: $(READY) $(WITH)check

@@ -8,7 +8,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import zlib
 from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import IO, Any
 import pytest
 import torch
 from hypothesis import settings
+from support.parts import PARTS, part_of_each
 
 # Tests run side by side and start ranks of their own: one thread each keeps them apart, and sums
 # have one order.
@@ -35,39 +35,33 @@ settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
-HALVES = {"half": 0, "other": 1}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--grid",
-        choices=("whole", *HALVES),
+        "--part",
+        choices=PARTS,
         default="whole",
-        help="which cases of attention's parametrized tests: all, a half drawn by the day, or the "
-        "other half alone",
+        help="which tests: all; those that the day draws, without the slow ones; or the rest of "
+        "them",
     )
     today = datetime.now(UTC).date().isoformat()
-    parser.addoption("--day", default=today, help="draws that half; by default today, in UTC")
+    parser.addoption("--day", default=today, help="draws the part; by default today, in UTC")
 
 
+# First, because what -k leaves of a test does not change which of its cases are drawn.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the half of attention's cases that was not asked for."""
-    half, day = HALVES.get(config.getoption("--grid")), config.getoption("--day")
-    if half is None:
+    """Leave out the tests of the part that was not asked for."""
+    wanted = config.getoption("--part")
+    if wanted == "whole":
         return
-
-    def is_left_out(item: pytest.Item) -> bool:
-        drawn = zlib.crc32(f"{day} {item.nodeid}".encode()) % 2 if hasattr(item, "callspec") else 0
-        return "tests/attention/" in item.nodeid and drawn != half
-
-    left_out = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not is_left_out(item)]
+    parts = part_of_each(items, config.getoption("--day"))
+    config.hook.pytest_deselected(items=[item for item in items if parts[item] != wanted])
+    items[:] = [item for item in items if parts[item] == wanted]
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    grid, day = config.getoption("--grid"), config.getoption("--day")
-    return None if grid == "whole" else f"attention: --grid {grid} --day {day}"
+    part, day = config.getoption("--part"), config.getoption("--day")
+    return None if part == "whole" else f"--part {part} --day {day}"
 
 
 # A test that runs too long ends its worker, and xdist gives it to the next one. Each worker notes

@@ -277,6 +277,7 @@ SECONDS = 4
 """The timeout of an exchange, in the tests that wait until it ends."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "comm_type", "away"),
     [

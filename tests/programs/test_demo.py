@@ -135,6 +135,7 @@ def saved_in(folder):
     return torch.load(io.BytesIO(checkpoint.read(folder)), weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "ddp"), [(2, ()), (3, ("--ddp",))], ids=["own buffer", "ddp on three ranks"]
 )
@@ -175,6 +176,7 @@ def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
         assert first[name]["evaluations"] == second[name]["evaluations"]
 
 
+@pytest.mark.slow
 def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_path):
     options = ["--data", texts, *TINY, "--no-compare", "--train-iters", "1"]
     options += ["--max-seqlen-per-dp-cp-rank", "200"]
@@ -207,6 +209,7 @@ def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_pa
     assert "loss, last step" in result.stdout
 
 
+@pytest.mark.slow
 def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp_path):
     result = demo_on(
         3,
@@ -227,6 +230,7 @@ def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp
     assert re.findall(r"^  cp (\d): time", result.stdout, re.MULTILINE) == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_one_rank_in_bfloat16_without_comparison_keeps_to_the_memory(texts, tmp_path):
     memory = tmp_path / "memory.json"
     hcp.MemoryModel(activation=10, limit=2500).save(memory, {})
@@ -246,6 +250,7 @@ def test_one_rank_in_bfloat16_without_comparison_keeps_to_the_memory(texts, tmp_
     assert summary["runs"]["dynamic_cp"]["evaluations"][0][0]["documents"] == 5
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks(texts, tmp_path):
     result = command(
         *["--standalone", "--nproc-per-node", "2", "-m", "hcp.demo", "--data", texts, *TINY],

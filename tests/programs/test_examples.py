@@ -56,6 +56,7 @@ def run_short(name: str) -> None:
     module.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "fsdp2"])
 def test_an_example_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
     done = run_alone(run_short, name, folder=tmp_path)
@@ -128,6 +129,7 @@ def check(namespace: dict[str, Any]) -> None:
     assert dynamic[-1] < dynamic[0]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_plans_give_one_loss(tmp_path: Path) -> None:
     done = run_alone(execute, str(NOTEBOOK), folder=tmp_path)
     assert done.code == 0, done.err

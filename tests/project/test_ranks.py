@@ -1,4 +1,5 @@
 import os
+import signal
 import threading
 
 import pytest
@@ -90,3 +91,32 @@ def test_groups_that_a_case_leaves_behind_do_not_reach_the_next():
 def test_a_result_that_cannot_travel_is_an_error():
     with pytest.raises(RanksFailed, match="return_what_cannot_travel"):
         run_ranks(2, return_what_cannot_travel)
+
+
+def leave_changed(rank, size, what):
+    if what == "dtype":
+        torch.set_default_dtype(torch.float64)
+    elif what == "dynamo":
+        torch._dynamo.config.recompile_limit = 3
+    elif what == "environment":
+        os.environ["LEFT_BEHIND"] = "1"
+    elif what == "handler":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif what == "gradients":
+        torch.set_grad_enabled(False)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("dtype", r"torch.get_default_dtype\(\) is torch.float64, was torch.float32"),
+        ("dynamo", r"torch._dynamo.config.recompile_limit is 3, was \d+"),
+        ("environment", r"os.environ\['LEFT_BEHIND'\] is '1', was 'absent'"),
+        ("handler", r"the handler of .*SIGTERM.* is .*SIG_IGN.*, was .*SIG_DFL"),
+        ("gradients", r"torch.is_grad_enabled\(\) is False, was True"),
+    ],
+)
+def test_a_case_that_leaves_a_setting_changed_fails_and_the_next_has_a_new_process(what, says):
+    with pytest.raises(RanksFailed, match=rf"leave_changed left settings of the process.*{says}"):
+        run_ranks(1, leave_changed, what)
+    run_ranks(1, leave_changed, "nothing")

@@ -10,7 +10,8 @@ default group, so that groups and unfinished exchanges of a case do not reach th
 processes are forked from a server that has imported the modules that most of them need
 (`PRELOADED`) and never used them, because a fork of a process whose torch has started threads may
 hang. The first pool takes as long as `import torch`, each further one a tenth of a second, each
-case a few milliseconds.
+case a few milliseconds. A case that leaves a setting of its process changed (`process_settings.py`)
+fails, because the next case would get it.
 
 An exception of a rank is returned with its traceback. The others then have `GRACE` seconds to end
 by themselves. Ranks that are not done within the timeout, or after the grace, are killed, and the
@@ -38,6 +39,8 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+
+from support.process_settings import check_unchanged, process_settings
 
 GRACE = 30.0
 """Seconds that the other ranks have after the first one failed."""
@@ -344,7 +347,10 @@ def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
         world_size=size,
         timeout=datetime.timedelta(seconds=case.group_timeout),
     )
-    return function(rank, size, *args)
+    before = process_settings()
+    result = function(rank, size, *args)
+    check_unchanged(before, f"{function.__module__}.{function.__qualname__}")
+    return result
 
 
 # ---- programs ------------------------------------------------------------------------------------
