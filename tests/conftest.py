@@ -47,14 +47,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--day", default=today, help="draws the part; by default today, in UTC")
 
 
+# Warnings are errors in tests of hcp alone. Trainers warn as they like, in their own tests and
+# where the core's tests import them. Files that are closed late and modules without a spec are
+# what Python itself says nothing about.
+STRICT = pytest.mark.filterwarnings(
+    "error",
+    "ignore::ResourceWarning",
+    "ignore::ImportWarning",
+    # Modules of torch's own that the first compiled function imports.
+    "ignore:.torch.jit.script:DeprecationWarning",
+    # Python 3.12 and later, of every fork: test_forked.py is about them.
+    "default:This process .* is multi-threaded:DeprecationWarning",
+    "default:::(accelerate|lightning|megatron|transformers)",
+)
+OF_TRAINERS = ("integrations", "project", "cuda")
+
+
 # First, because what -k leaves of a test does not change which of its cases are drawn.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of the part that was not asked for."""
-    wanted = config.getoption("--part")
-    if wanted == "whole":
-        return
-    parts = part_of_each(items, config.getoption("--day"))
+    for item in items:
+        if item.path.parent.name not in OF_TRAINERS:
+            item.add_marker(STRICT, append=False)  # a test's own filters come later
+    if config.getoption("--part") != "whole":
+        _leave_out_the_other_part(config, items)
+
+
+def _leave_out_the_other_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted, parts = config.getoption("--part"), part_of_each(items, config.getoption("--day"))
     config.hook.pytest_deselected(items=[item for item in items if parts[item] != wanted])
     items[:] = [item for item in items if parts[item] == wanted]
 

@@ -237,7 +237,10 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Path], bytes], str]] = {
     ),
     "no pickle": (lambda good, mark: sealed(b"hello"), "it cannot be read: "),
     "code": (lambda good, mark: sealed(encoded(Evil(mark))), "it cannot be read: Weights only"),
-    "code as a pickle": (lambda good, mark: sealed(pickle.dumps(Evil(mark))), "cannot be read: "),
+    "code as a pickle": (
+        lambda good, mark: sealed(pickle.dumps(Evil(mark), 2)),
+        "cannot be read: ",
+    ),
 }
 
 

@@ -22,8 +22,10 @@ FILES = (
 def collected(part: str, *options: str) -> list[str]:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-        + [*FILES, "--part", part, "--day", "2026-01-01", *options],
+        [
+            *(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"),
+            *(*FILES, "--part", part, "--day", "2026-01-01", *options),
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,

@@ -132,7 +132,7 @@ def train_plain() -> tuple[list[float], list[Tensor]]:
         loss = sum(model(s["x"], s["target"]).sum() for s in batch) / sum(LENGTHS)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, [p.grad for p in model.parameters() if p.grad is not None]
 
 
