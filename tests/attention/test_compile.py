@@ -77,6 +77,7 @@ def test_twenty_plans_need_no_compilation_after_the_first_two() -> None:
     assert graphs[1:] == [graphs[1]] * 19
 
 
+@pytest.mark.slow
 def test_a_layer_that_inductor_compiled_gives_the_eager_gradients() -> None:
     """The smallest case: inductor starts a C++ compiler for forward and for backward."""
 

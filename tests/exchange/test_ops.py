@@ -1565,6 +1565,7 @@ def test_compiled_casts_and_their_gradients_equal_eager_ones(device):
 # ---- junk ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_junk_in_any_argument_of_any_operator_ends_in_an_error_and_never_the_process() -> None:
     """Each call's name is printed before it: the last line is the call that died, or hung."""

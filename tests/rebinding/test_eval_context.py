@@ -98,6 +98,7 @@ def switch_often(rank, size, times):
     return more_objects - objects, more_memory - memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_thousands_of_switches_leave_nothing_behind(times):
     for objects, kilobytes in run_ranks(2, switch_often, times, timeout=280):
