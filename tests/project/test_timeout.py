@@ -27,7 +27,7 @@ def test_a_test_that_sleeps_runs_once_and_fails_with_its_stacks(tmp_path: Path) 
     (tmp_path / "test_file.py").write_text(FILE)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "--dist", "loadfile"),
+            *(sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "--dist", "loadfile"),
             *("--no-loadscope-reorder", "--timeout", "5", "--timeout-method", "thread", "."),
         ],
         cwd=tmp_path,

@@ -1,8 +1,11 @@
 """Settings of a whole process, which a case has to leave as it found them for the next one.
 
-before = process_settings()
-case()
-check_unchanged(before, "the case")    # AssertionError: names what is not as it was
+    before, environment = process_settings(), dict(os.environ)
+    case()
+    put_back(environment)
+    check_unchanged(before, "the case")  # AssertionError: names what is not as it was
+
+The environment is put back instead: trainers and their launchers set variables on purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ def process_settings() -> dict[str, Any]:
     return {
         **_of_torch(),
         **_of_dynamo(),
-        **{f"os.environ[{name!r}]": value for name, value in os.environ.items()},
         **{f"the handler of {each!r}": signal.getsignal(each) for each in signal.valid_signals()},
     }
 
@@ -61,3 +63,12 @@ def check_unchanged(before: dict[str, Any], name: str) -> None:
             f"{name} left settings of the process changed, which the next case would get: "
             f"{'; '.join(changed)}. Set them back where the case ends"
         )
+
+
+def put_back(environment: dict[str, str]) -> None:
+    """Touch only what differs: other threads may read the environment meanwhile."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -11,7 +11,7 @@ processes are forked from a server that has imported the modules that most of th
 (`PRELOADED`) and never used them, because a fork of a process whose torch has started threads may
 hang. The first pool takes as long as `import torch`, each further one a tenth of a second, each
 case a few milliseconds. A case that leaves a setting of its process changed (`process_settings.py`)
-fails, because the next case would get it.
+fails, because the next case would get it. Its variables of the environment are put back.
 
 An exception of a rank is returned with its traceback. The others then have `GRACE` seconds to end
 by themselves. Ranks that are not done within the timeout, or after the grace, are killed, and the
@@ -40,7 +40,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from support.process_settings import check_unchanged, process_settings
+from support.process_settings import check_unchanged, process_settings, put_back
 
 GRACE = 30.0
 """Seconds that the other ranks have after the first one failed."""
@@ -347,8 +347,9 @@ def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
         world_size=size,
         timeout=datetime.timedelta(seconds=case.group_timeout),
     )
-    before = process_settings()
+    before, environment = process_settings(), dict(os.environ)
     result = function(rank, size, *args)
+    put_back(environment)
     check_unchanged(before, f"{function.__module__}.{function.__qualname__}")
     return result
 
