@@ -19,13 +19,20 @@ FILES = (
 )
 
 
-def collected(part: str, *options: str) -> list[str]:
+COLLECT = """
+import sys, pytest
+for given in ("whole", "drawn", "rest", "drawn -k window"):
+    print(f"== {given}")
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--day", "2026-01-01", "--part"]
+    pytest.main([*options, *given.split(), *sys.argv[1:]])
+"""
+
+
+def collected() -> list[list[str]]:
+    """The tests of each collection. One process makes all, because torch takes long to import."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"),
-            *(*FILES, "--part", part, "--day", "2026-01-01", *options),
-        ],
+        [sys.executable, "-c", COLLECT, *FILES],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
@@ -33,18 +40,18 @@ def collected(part: str, *options: str) -> list[str]:
         timeout=250,
         check=True,
     )
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    of_each = done.stdout.split("== ")[1:]
+    return [[line for line in said.splitlines() if "::" in line] for said in of_each]
 
 
 def test_the_parts_are_all_tests_and_share_none() -> None:
-    whole, drawn, rest = map(collected, ("whole", "drawn", "rest"))
+    whole, drawn, rest, chosen = collected()
     assert sorted(drawn + rest) == sorted(whole)
     assert len(set(whole)) == len(whole)
     assert drawn
     slow = "tests/programs/test_demo.py::test_torchrun_starts_it_too"
     assert [line for line in rest if line.startswith(slow)]
     # A choice among the tests draws the same cases of those that are left.
-    chosen = collected("drawn", "-k", "window")
     assert chosen == [line for line in drawn if line in chosen]
     assert chosen
 
