@@ -22,7 +22,7 @@ FILES = (
 COLLECT = """
 import sys, pytest
 for given in ("whole", "drawn", "rest", "drawn -k window"):
-    print(f"== {given}")
+    print("Collected with --part", given)
     options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--day", "2026-01-01", "--part"]
     pytest.main([*options, *given.split(), *sys.argv[1:]])
 """
@@ -40,7 +40,7 @@ def collected() -> list[list[str]]:
         timeout=250,
         check=True,
     )
-    of_each = done.stdout.split("== ")[1:]
+    of_each = done.stdout.split("Collected with --part ")[1:]
     return [[line for line in said.splitlines() if "::" in line] for said in of_each]
 
 
