@@ -56,6 +56,8 @@ STRICT = pytest.mark.filterwarnings(
     "ignore::ImportWarning",
     # Modules of torch's own that the first compiled function imports.
     "ignore:.torch.jit.script:DeprecationWarning",
+    # Once in a process, of rows of torch.complex32.
+    "ignore:ComplexHalf support is experimental:UserWarning",
     # Python 3.12 and later, of every fork: test_forked.py is about them.
     "default:This process .* is multi-threaded:DeprecationWarning",
     "default:::(accelerate|lightning|megatron|transformers)",
