@@ -8,9 +8,10 @@
  *   3. plan               the ranks that compute each sequence
  *   4. layout             the rows that one rank holds in one micro-batch
  *   5. route              moves rows to where they are computed, and back
- *   6. schedule           the steps of one attention layer on one rank
- *   7. grid               the ranks that form tp, pp, cp, dp, ...
- *   8. rebind             swaps the process groups that a model holds, all or none
+ *   6. states             how states of recurrent layers get from rank to rank
+ *   7. schedule           the steps of one attention layer on one rank
+ *   8. grid               the ranks that form tp, pp, cp, dp, ...
+ *   9. rebind             swaps the process groups that a model holds, all or none
  *
  * The core is C11 and libc: it knows no tensor, no language, no device and no
  * communicator, keeps no globals, starts no threads and does no I/O. Every
