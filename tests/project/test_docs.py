@@ -11,11 +11,17 @@ and a page whose packages `make test` does not install says so on a line of its 
 where they are absent:
 
     <!-- needs: lightning -->
+
+A reader sees where every name of a python block comes from: the block or an earlier one of the page
+binds it, or a sentence above says that it is the reader's own:
+
+    `model` and `loader` are yours.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import re
 import runpy
@@ -151,6 +157,57 @@ def skip_without_needs(page: Path) -> None:
 
 def succeed(done: Finished) -> None:
     assert done.code == 0, f"exit status {done.code}\n{done.out}\n{done.err}"
+
+
+# ---- Names of python blocks ----------------------------------------------------------------------
+
+SPAN = r"`(\w+)`"
+YOURS = re.compile(rf"((?:{SPAN}(?:,?\s+and\s+|,\s+)?)+)\s+(?:is|are)\s+yours\b")
+
+
+def bound_by(node: ast.AST) -> set[str]:
+    """The names that a node of a syntax tree binds, in whatever scope."""
+    match node:
+        case ast.Name(name, ast.Store()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
+            return {name}
+        case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+            return {name}
+        case ast.alias(name, asname):
+            return {asname or name.partition(".")[0]}
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return {name}
+    return set()
+
+
+def used_by(node: ast.AST) -> set[str]:
+    return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else set()
+
+
+def declared_above(block: Block, text: str) -> set[str]:
+    """The names that sentences above a block call the reader's own."""
+    above = "\n".join(text.splitlines()[: block.line - 1])
+    return {name for found in YOURS.finditer(above) for name in re.findall(SPAN, found[1])}
+
+
+def names_from_nowhere(blocks: list[Block], text: str) -> list[str]:
+    """Places and names of a page's python blocks that a reader cannot trace."""
+    known, lost = {*dir(builtins), "__file__"}, []
+    for block in blocks:
+        nodes = list(ast.walk(ast.parse(block.code)))
+        known |= set().union(*map(bound_by, nodes), declared_above(block, text))
+        used = set().union(*map(used_by, nodes))
+        lost += [f"{block.place} {name}" for name in sorted(used - known)]
+    return lost
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_reader_sees_where_each_name_of_a_python_block_comes_from(page: Path) -> None:
+    blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    lost = names_from_nowhere(blocks, page.read_text())
+    assert not lost, (
+        f"{lost}: import or assign them in the block or an earlier one of the page, or write "
+        "'`name` is yours' above the block"
+    )
 
 
 # ---- Bash ----------------------------------------------------------------------------------------
@@ -383,6 +440,16 @@ def test_blocks_are_found_with_their_line_and_reason() -> None:
     assert (first.language, first.line, first.code, first.reason) == ("python", 4, "x = 1\n", None)
     assert (second.language, second.line, second.code) == ("bash", 11, "a\n")
     assert second.reason == "two nodes"
+
+
+def test_names_from_nowhere_are_found_and_those_of_the_reader_are_not() -> None:
+    text = (
+        "```python\nimport torch.nn as nn\nf = lambda x: [y + nn.a for y in x]\n```\n"
+        "`model`, `loader`\nand `step` are yours.\n"
+        "```python\nwith f(model) as g, h(loader):\n    print(g, step, later)\n```\n"
+        "`later` is yours.\n"
+    )
+    assert names_from_nowhere(blocks_of(Path("p.md"), text), text) == ["p.md:8 h", "p.md:8 later"]
 
 
 def test_commands_are_cut_and_joined() -> None:
