@@ -13,7 +13,7 @@ where they are absent:
     <!-- needs: lightning -->
 
 A reader sees where every name of a python block comes from: the block or an earlier one of the page
-binds it, or a sentence above says that it is the reader's own:
+binds it, hidden ones aside, or a sentence above says that it is the reader's own:
 
     `model` and `loader` are yours.
 """
@@ -189,10 +189,16 @@ def declared_above(block: Block, text: str) -> set[str]:
     return {name for found in YOURS.finditer(above) for name in re.findall(SPAN, found[1])}
 
 
-def names_from_nowhere(blocks: list[Block], text: str) -> list[str]:
+def visible(text: str) -> str:
+    """A page without its comments: with their empty lines, so that others keep their numbers."""
+    return re.sub(r"<!--.*?-->", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+
+
+def names_from_nowhere(text: str, page: Path = Path("p.md")) -> list[str]:
     """Places and names of a page's python blocks that a reader cannot trace."""
+    text = visible(text)
     known, lost = {*dir(builtins), "__file__"}, []
-    for block in blocks:
+    for block in (block for block in blocks_of(page, text) if block.language == "python"):
         nodes = list(ast.walk(ast.parse(block.code)))
         known |= set().union(*map(bound_by, nodes), declared_above(block, text))
         used = set().union(*map(used_by, nodes))
@@ -202,8 +208,7 @@ def names_from_nowhere(blocks: list[Block], text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_reader_sees_where_each_name_of_a_python_block_comes_from(page: Path) -> None:
-    blocks = [block for block in BLOCKS if block.page == page and block.language == "python"]
-    lost = names_from_nowhere(blocks, page.read_text())
+    lost = names_from_nowhere(page.read_text(), page)
     assert not lost, (
         f"{lost}: import or assign them in the block or an earlier one of the page, or write "
         "'`name` is yours' above the block"
@@ -449,7 +454,9 @@ def test_names_from_nowhere_are_found_and_those_of_the_reader_are_not() -> None:
         "```python\nwith f(model) as g, h(loader):\n    print(g, step, later)\n```\n"
         "`later` is yours.\n"
     )
-    assert names_from_nowhere(blocks_of(Path("p.md"), text), text) == ["p.md:8 h", "p.md:8 later"]
+    assert names_from_nowhere(text) == ["p.md:8 h", "p.md:8 later"]
+    hidden = "<!-- What the line below takes as given:\n```python\nx = 1\n```\n-->\n"
+    assert names_from_nowhere(f"{hidden}```python\nx + 1\n```\n") == ["p.md:7 x"]
 
 
 def test_commands_are_cut_and_joined() -> None:
