@@ -78,23 +78,39 @@ def choose_eval_context_parallel(
 ) -> EvalChoice:
     """Choose the CP size with which `hcp.EvalPlan` is predicted to finish first.
 
-    `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: the most
-    that one rank can hold in a micro-batch, in rows (tokens), or in bytes by a model. `sizes`:
-    those to consider, by default all divisors of `ranks`; restrict them if heads must be divisible.
-    `ranks_per_node`: a CP group that spans nodes pays the far prices of `cost`. Only integers
-    decide, so every rank chooses the same, given the same `cost`. If `cost` is a function, give all
-    ranks one rank's `cost.tabulated`.
-    `sync` is that of `hcp.plan` and `hcp.EvalPlan`: "micro_batch" where ranks wait for each other
-    in every layer, as under FSDP.
+    Only integers decide, so every rank chooses the same, given the same `cost`. Ties go to the
+    training layout, then to the smaller size. No size is chosen that is predicted slower than the
+    training layout, unless that does not fit `memory`.
 
     Without `max_tokens_per_rank` the prediction is for `EvalPlan.batches`. With it, the prediction
     is for `EvalPlan.dispatch` with the CP size as `degree`: the sum of the makespans of the plans
-    of all global batches of `global_batch_size` samples, under `sync`. `max_tokens_per_rank` is
-    raised for a sample that needs more; these plans keep to the bytes of `memory` where they can.
+    of all global batches.
 
-    No size is chosen that is predicted slower than the training layout, unless that does not fit
-    `memory`. Ties go to the training layout, then to the smaller size. Raises ValueError if nothing
-    fits.
+    Args:
+        num_samples: samples of the evaluation.
+        lengths: tokens of each sample, or of all.
+        ranks: of the dp x cp domain.
+        train_cp: the CP size of training.
+        cost: prices, by default those of ``CostModel()``. If it is a function, give all ranks one
+            rank's `cost.tabulated`.
+        pipeline_stages: stages of the pipeline; 1 with `max_tokens_per_rank`.
+        memory: the most that one rank can hold in a micro-batch, in rows (tokens), or in bytes by a
+            model.
+        micro_batch_size: samples of a micro-batch.
+        max_tokens_per_rank: rows that a rank may hold under `EvalPlan.dispatch`. It is raised for a
+            sample that needs more; these plans keep to the bytes of `memory` where they can.
+        global_batch_size: samples of a plan of `EvalPlan.dispatch`.
+        ranks_per_node: a CP group that spans nodes pays the far prices of `cost`.
+        sync: that of `hcp.plan` and `hcp.EvalPlan`: "micro_batch" where ranks wait for each other
+            in every layer, as under FSDP.
+        sizes: those to consider, by default all divisors of `ranks`; restrict them if heads must be
+            divisible.
+
+    Returns:
+        An :class:`hcp.EvalChoice`, with the reason and all candidates.
+
+    Raises:
+        ValueError: nothing fits.
     """
     given = {
         "global_batch_size": global_batch_size,

@@ -273,12 +273,20 @@ def loopback(
     device: torch.device | str = "cpu",
     sharing: bool = False,
 ) -> list[Result]:
-    """Call ``function(groups)`` once per rank, each in a thread; results by rank.
+    """Call ``function(groups)`` once per rank, each in a thread.
 
-    ``groups`` is that rank's end of the domain, for :func:`hcp.dispatch` and the like. A rank that
-    raises ends the others, and its exception is raised here. ``timeout``: seconds that one exchange
-    may take. ``device``: where all ranks' tensors lie, the CPU or one GPU. ``sharing``: whether the
-    ranks read keys and values from each other's memory, as over NVLink, or send them.
+    A rank that raises ends the others, and its exception is raised here.
+
+    Args:
+        ranks: how many there are.
+        function: gets that rank's end of the domain, for :func:`hcp.dispatch` and the like.
+        timeout: seconds that one exchange may take.
+        device: where all ranks' tensors lie, the CPU or one GPU.
+        sharing: whether the ranks read keys and values from each other's memory, as over NVLink, or
+            send them.
+
+    Returns:
+        The results, by rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, expected >= 1")

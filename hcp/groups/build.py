@@ -42,21 +42,33 @@ def build_process_groups(
 ) -> ProcessGroups:
     """Create the process groups of a job layout. Every rank of the job passes the same sizes.
 
-    `dp`: by default the parent's size over tp * cp * pp. `order` names the dimensions; neighbours
-    in the first one have adjacent ranks. `parent`: by default the whole job. The layout's rank i is
-    the parent's i-th lowest rank. Ranks may pass different parents, of one size, that share no
-    rank: each gets the layout within its own. `timeout`: by default that of the parent.
-    `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
-    before its p2p). Their product is `cp`, their groups are `hierarchy`. `transport` carries keys
-    and values; it is one of TRANSPORTS in hcp.exchange.connect. The first rank of each dp_cp group
-    logs the choice of "auto" and its reason (logger "hcp", INFO). `peer_buffer_bytes`: the memory
-    of each GPU that "peer" takes, twice the bytes that one layer exchanges at most; "mixed" takes
-    it twice.
-
     A process that no launcher started (`python file.py`, a notebook) becomes a job of one rank if
-    torch.distributed is not initialised: NCCL if it has a GPU, else Gloo. Raises HcpError if a
-    launcher started several and torch.distributed is not initialised. Raises ValueError if the
-    product is not the parent's size, or if ranks pass different values.
+    torch.distributed is not initialised: NCCL if it has a GPU, else Gloo.
+
+    Args:
+        tp: ranks of a tensor-parallel group.
+        cp: ranks of a CP group.
+        dp: data-parallel ranks, by default the parent's size over tp * cp * pp.
+        pp: pipeline stages.
+        order: the dimensions; neighbours in the first one have adjacent ranks.
+        hierarchical: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
+            before its p2p). Their product is `cp`, their groups are `hierarchy`.
+        parent: the group to divide, by default the whole job. The layout's rank i is its i-th
+            lowest rank. Ranks may pass different parents, of one size, that share no rank: each
+            gets the layout within its own.
+        timeout: of the groups, by default the parent's.
+        transport: what carries keys and values, one of TRANSPORTS in hcp.exchange.connect. The
+            first rank of each dp_cp group logs the choice of "auto" and its reason (logger "hcp",
+            INFO).
+        peer_buffer_bytes: the memory of each GPU that "peer" takes, twice the bytes that one layer
+            exchanges at most; "mixed" takes it twice.
+
+    Returns:
+        The groups, as :class:`hcp.ProcessGroups`.
+
+    Raises:
+        HcpError: a launcher started several processes and torch.distributed is not initialised.
+        ValueError: the product is not the parent's size, or ranks pass different values.
     """
     initialize_alone("build_process_groups")
     with tell_others_of_errors():

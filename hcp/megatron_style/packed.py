@@ -115,21 +115,28 @@ _OF_ALL_RANKS = ("cu_seqlens", "max_seqlen")
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_handler: Handler) -> dict[str, Any]:
-    """Take this rank's rows of a batch that every rank of the group has whole. Ranks exchange
-    nothing.
+    """Take this rank's rows of a batch that every rank of the group has whole.
 
-    Megatron has a function of this name; this one works for any degree and any lengths. ``batch``:
-    tensors by name, the whole sequences of the micro-batch in the order of
-    ``cp_handler.layout.sequences``. They are packed, (S, ...) or (1, S, ...), or, if all have one
-    length n, (sequences, n, ...). Returns (T, ...), (1, T, ...) or (sequences, T / sequences, ...).
-    Sequences of one token are packed. A rank without rows gets (0, ...) or (1, 0, ...). Rows of
-    padding (``alignment``) are zeros. An ``attention_mask`` (b, 1, q, k) keeps the rows of this
-    rank's queries; q is the tokens of all sequences, or their one length. ``cu_seqlens*`` and
-    ``max_seqlen*`` describe whole sequences and stay as they are, as do None and numbers.
+    Ranks exchange nothing. Megatron has a function of this name; this one works for any degree and
+    any lengths. If each sample is on the rank that loaded it, use :func:`hcp.dispatch` instead.
 
-    If each sample is on the rank that loaded it, use :func:`hcp.dispatch` instead. Raises
-    ValueError for a tensor whose tokens are not the layout's, and for (sequences, n, ...) if ranks
-    have padding, which belongs to no sequence.
+    Args:
+        batch: tensors by name, the whole sequences of the micro-batch in the order of
+            ``cp_handler.layout.sequences``. They are packed, (S, ...) or (1, S, ...), or, if all
+            have one length n, (sequences, n, ...); sequences of one token are packed. An
+            ``attention_mask`` is (b, 1, q, k), where q is the tokens of all sequences or their one
+            length. ``cu_seqlens*`` and ``max_seqlen*`` describe whole sequences and stay as they
+            are, as do None and numbers.
+        cp_handler: this micro-batch's handler.
+
+    Returns:
+        The batch with tensors of (T, ...), (1, T, ...) or (sequences, T / sequences, ...). A rank
+        without rows gets (0, ...) or (1, 0, ...). Rows of padding (``alignment``) are zeros. An
+        ``attention_mask`` keeps the rows of this rank's queries.
+
+    Raises:
+        ValueError: a tensor whose tokens are not the layout's, or (sequences, n, ...) if ranks have
+            padding, which belongs to no sequence.
     """
     return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
 
@@ -146,12 +153,23 @@ def get_thd_batch_on_this_cp_rank(
 ) -> tuple[dict[str, Any], PackedSeqParams]:
     """Take this rank's rows of a packed batch, and its parameters.
 
-    Megatron has a function of this name.
+    Megatron has a function of this name. The handler knows all values but the batch: those that are
+    given must agree with it.
 
-    ``batch``: as in :func:`get_batch_on_this_cp_rank`. The handler knows the other values. Those
-    that are given must agree with it: ``cu_seqlens`` and ``cu_seqlens_padded`` with its lengths
-    (hcp pads no sequence), ``max_seqlen`` with the longest, ``cp_size`` and ``cp_rank`` with its
-    degree and this rank's place. Raises ValueError for one that does not agree.
+    Args:
+        batch: as in :func:`get_batch_on_this_cp_rank`.
+        cu_seqlens: of the handler's lengths; hcp pads no sequence.
+        cu_seqlens_padded: the same.
+        max_seqlen: the longest of these lengths, in tokens.
+        cp_size: the handler's degree.
+        cp_rank: this rank's place in the group.
+        cp_handler: this micro-batch's handler.
+
+    Returns:
+        The batch, and its :class:`hcp.PackedSeqParams`.
+
+    Raises:
+        ValueError: a value that does not agree with the handler.
     """
     lengths = cp_handler.layout.lengths
     for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):

@@ -10,13 +10,19 @@ from hcp.planning.plan import Plan, expect_data
 
 
 def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = None) -> None:
-    """Prove that a plan can be run, or raise HcpError with the fault and its place.
+    """Prove that a plan can be run.
 
-    ``plan``: a plan or its plain data. ``lengths``: those that it should be a plan of. Checked:
-    every token of every sequence is computed once. No rank ever holds more rows than it may,
-    alignment included, nor more bytes. Each group is an allowed interval of ranks, of a degree that
-    each of its sequences allows. Groups that run at the same time share no rank. A pipeline gets a
-    number of micro-batches that it can run.
+    Checked: every token of every sequence is computed once. No rank ever holds more rows than it
+    may, alignment included, nor more bytes. Each group is an allowed interval of ranks, of a degree
+    that each of its sequences allows. Groups that run at the same time share no rank. A pipeline
+    gets a number of micro-batches that it can run.
+
+    Args:
+        plan: a plan, or its plain data.
+        lengths: those that it should be a plan of, in tokens.
+
+    Raises:
+        HcpError: the plan breaks a rule; the message has the fault and its place.
     """
     data = plan.to_dict() if isinstance(plan, Plan) else plan
     _check_data(data)

@@ -433,33 +433,46 @@ def plan(
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
-    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor. The plan of none has
-    no micro-batches: :func:`hcp.dispatch` then yields nothing, on any rank.
-    ``ranks``: size of the domain.
-    ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
-    ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
-    ones give static CP. ``degrees="pow2"`` allows powers of two only, at multiples of themselves.
-    ``alignment``: a rank's rows are padded to a multiple of it. ``ranks_per_node``: a group of up
-    to so many ranks stays inside a node, a larger one takes whole nodes. ``sync``: ranks wait for
-    each other at the end of the step ("step": DDP) or after every micro-batch ("micro_batch": FSDP,
-    experts). ``effort``: 1, or more for a longer search.
+    The function is pure: equal arguments give the same plan, bit for bit, on every rank. Ctrl-C
+    ends it, and other threads run.
 
-    ``pipeline_stages``: stages of a 1F1B pipeline, each on its own ``ranks``. All follow this plan,
-    and ``cost`` is that of one stage. ``virtual_stages`` > 1 interleaves the pipeline; the number
-    of micro-batches is then a multiple of ``micro_batch_group`` (default: ``pipeline_stages``; up
-    to 4096). ``memory``: a limit of bytes, in addition to that of rows. ``min_degrees``,
-    ``max_degrees``: degrees of each sequence, in addition to ``min_degree`` and ``max_degree``.
-    ``speeds``: the speed of each rank, in any unit; ``cost`` is that of the fastest.
+    Args:
+        lengths: tokens of each sequence, each >= 1, as integers or a tensor. The plan of none has
+            no micro-batches: :func:`hcp.dispatch` then yields nothing, on any rank.
+        ranks: size of the domain.
+        max_tokens_per_rank: rows that one rank may hold in one micro-batch, never exceeded.
+        min_degree: the least allowed CP degree, any integer.
+        max_degree: the greatest one (default: ``ranks``); equal ones give static CP.
+        degrees: "any", or "pow2" for powers of two only, at multiples of themselves.
+        alignment: a rank's rows are padded to a multiple of it.
+        ranks_per_node: a group of up to so many ranks stays inside a node, a larger one takes whole
+            nodes.
+        sync: when ranks wait for each other: at the end of the step ("step": DDP) or after every
+            micro-batch ("micro_batch": FSDP, experts).
+        pipeline_stages: stages of a 1F1B pipeline, each on its own ``ranks``. All follow this plan,
+            and ``cost`` is that of one stage.
+        virtual_stages: more than 1 interleaves the pipeline; the number of micro-batches is then a
+            multiple of ``micro_batch_group``.
+        micro_batch_group: by default ``pipeline_stages``; up to 4096.
+        memory: a limit of bytes, in addition to that of rows.
+        min_degrees: of each sequence, in addition to ``min_degree``.
+        max_degrees: of each sequence, in addition to ``max_degree``.
+        speeds: the speed of each rank, in any unit; ``cost`` is that of the fastest.
+        cost: prices, by default those of ``CostModel()``.
+        effort: 1, or more for a longer search.
+        pairs: pairs of a query and a key of each sequence, which ``cost`` prices in place of those
+            of its window; by default those of the masks, on average over their names. A cost table
+            or function prices lengths: it takes neither pairs nor those of masks.
+        masks: a :class:`Mask` of each sequence, None for a causal one; or several by name, for
+            layers of several kinds: the first is that of layers that name none. They travel with
+            the plan.
 
-    ``masks``: a :class:`Mask` of each sequence, None for a causal one; or several by name, for
-    layers of several kinds: the first is that of layers that name none. They travel with the plan.
-    ``pairs``: pairs of a query and a key of each sequence, which ``cost`` prices in place of those
-    of its window; by default those of the masks, on average over their names. A cost table or
-    function prices lengths: it takes neither pairs nor those of masks.
+    Returns:
+        The plan.
 
-    The function is pure: equal arguments give the same plan, bit for bit, on every rank. Raises
-    ValueError for an argument out of its range, and for a sequence that no allowed degree can hold;
-    OverflowError for prices that sum to more than 62 bits. Ctrl-C ends it, and other threads run.
+    Raises:
+        ValueError: an argument out of its range, or a sequence that no allowed degree can hold.
+        OverflowError: prices that sum to more than 62 bits.
     """
     limits = Limits.among(locals())
     begun = time.perf_counter()
@@ -483,12 +496,23 @@ def lower_bound(
     effort: int = 1,
     **limits: Any,
 ) -> int:
-    """Return a time that no plan for these arguments beats, in the cost model's unit.
+    """Return a time that no plan for these arguments beats.
 
-    ``lengths``, ``ranks``, ``max_tokens_per_rank``, ``cost``, ``pairs`` and ``limits`` are those of
-    :func:`plan`. ``effort``: 1 is the bound of plans, in well under a millisecond. Under
-    ``sync="micro_batch"``, 2 and more prove a sharper one, in seconds. Raises ValueError as
-    :func:`plan` does, and for an unknown limit.
+    Args:
+        lengths: as in :func:`plan`.
+        ranks: as in :func:`plan`.
+        max_tokens_per_rank: as in :func:`plan`.
+        cost: as in :func:`plan`.
+        pairs: as in :func:`plan`.
+        effort: 1 is the bound of plans, in well under a millisecond. Under ``sync="micro_batch"``,
+            2 and more prove a sharper one, in seconds.
+        **limits: the other limits of :func:`plan`.
+
+    Returns:
+        The time, in the cost model's unit.
+
+    Raises:
+        ValueError: as :func:`plan`, and for an unknown limit.
     """
     expect_names("", limits, (), LIMITS)
     asked = Limits(ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, **limits)

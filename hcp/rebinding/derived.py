@@ -111,8 +111,13 @@ _ROLE_ALIASES = {
 def register_derived(name: str, role: str = "cp", kind: DerivedKind = "size") -> None:
     """Treat places called `name` as derived from the group of a role.
 
-    `kind`: "size" or "rank" (an int), "ranks" (a list or tuple of global ranks), "flag" (a bool:
-    more than one rank). A place is swapped if it holds the value of the training layout.
+    A place is swapped if it holds the value of the training layout.
+
+    Args:
+        name: of an attribute.
+        role: of the group: "cp", "dp", "tp" and so on.
+        kind: "size" or "rank" (an int), "ranks" (a list or tuple of global ranks), "flag" (a bool:
+            more than one rank).
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")

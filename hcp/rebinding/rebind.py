@@ -40,23 +40,31 @@ def eval_cp_context(
 ) -> AbstractContextManager[ProcessGroups]:
     """Return a context inside which `model` uses `eval_pgs` in place of `train_pgs`.
 
-    `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The value
-    of the context is `eval_pgs`. Every rank enters. On entry the ranks of dp_cp compare what they
-    are about to swap, and all slots are swapped or none. On any exit, exceptions and Ctrl-C
-    included, each slot gets back what it held.
+    Every rank enters. On entry the ranks of dp_cp compare what they are about to swap, and all
+    slots are swapped or none. On any exit, exceptions and Ctrl-C included, each slot gets back what
+    it held.
 
     Entering the context again inside swaps nothing. It is an error to enter one from a layout that
     the model does not have at that moment. It is also an error to enter one in a second thread,
     since the first thread restores the training layout at its exit.
 
-    `exclude`: paths (``"vision_model"``, ``"*.vision"``), objects or classes that stay as they are,
-    with everything that is reached through them alone. `strict`: refuse to enter if `audit` finds a
-    place that looks dependent on the layout and that nothing covers.
+    Args:
+        model: a module, or any object or list of them (the chunks of a virtual pipeline).
+        train_pgs: the groups that the model holds.
+        eval_pgs: the groups that it holds inside.
+        exclude: paths (``"vision_model"``, ``"*.vision"``), objects or classes that stay as they
+            are, with everything that is reached through them alone.
+        strict: refuse to enter if `audit` finds a place that looks dependent on the layout and that
+            nothing covers.
 
-    Raises ValueError if the model holds nothing of `train_pgs` to swap (the arguments may be in the
-    wrong order), if it has another layout, and if a twin is missing or ambiguous. Raises HcpError
-    on the other ranks if one refuses, on all ranks if they found different slots, and in a second
-    thread.
+    Returns:
+        The context, whose value is `eval_pgs`.
+
+    Raises:
+        ValueError: the model holds nothing of `train_pgs` to swap (the arguments may be in the
+            wrong order), it has another layout, or a twin is missing or ambiguous.
+        HcpError: on the other ranks if one refuses, on all ranks if they found different slots, and
+            in a second thread.
     """
     _check_collections(train_pgs, eval_pgs)
     return _EvalContext(model, train_pgs, eval_pgs, exclude, strict)
@@ -73,13 +81,21 @@ def rebind(
 ) -> Rebound:
     """Switch a model at once, from one layout to another or by any mapping of groups to groups.
 
-    `rebind(model, train_pgs, other_pgs)` does what `eval_cp_context` does on entry. With a mapping
-    `{group: twin}` only the places that hold those objects are swapped, nothing derived from them.
-    `agree` is then the transport (`pgs.transport`) whose ranks compare their slots first: all of
-    them call.
+    `rebind(model, train_pgs, other_pgs)` does what `eval_cp_context` does on entry.
 
-    The result undoes the switch by `restore()`, at the end of a `with` block, and when it is
-    dropped. `keep()` makes the switch last, between two phases of a job.
+    Args:
+        model: a module, or any object or list of them.
+        old: the layout that the model has; or a mapping `{group: twin}`, of which only the places
+            that hold those objects are swapped, nothing derived from them.
+        new: the layout that it gets; None with a mapping.
+        exclude: as in :func:`hcp.eval_cp_context`.
+        strict: as in :func:`hcp.eval_cp_context`.
+        agree: with a mapping, the transport (`pgs.transport`) whose ranks compare their slots
+            first: all of them call.
+
+    Returns:
+        What undoes the switch by `restore()`, at the end of a `with` block, and when it is dropped.
+        `keep()` makes the switch last, between two phases of a job.
     """
     if isinstance(old, ProcessGroups):
         if new is None:
@@ -104,6 +120,15 @@ def find_slots(
     tensors, Python modules, process groups, collections, or objects that torch and the standard
     library keep for themselves. In a DDP, FSDP or compiled wrapper it visits only the module
     inside.
+
+    Args:
+        model: a module, or any object or list of them.
+        train_pgs: the groups that the model holds.
+        eval_pgs: those that it would get.
+        exclude: as in :func:`hcp.eval_cp_context`.
+
+    Returns:
+        A list of slots: their paths, what they hold and what they would hold.
     """
     _check_collections(train_pgs, eval_pgs)
     return walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
@@ -149,6 +174,15 @@ def audit(
     """List all places that `eval_cp_context` would swap, and suspicious ones that it would not.
 
     Ranks do not communicate, and nothing is swapped.
+
+    Args:
+        model: a module, or any object or list of them.
+        train_pgs: the groups that the model holds.
+        eval_pgs: those that it would get.
+        exclude: as in :func:`hcp.eval_cp_context`.
+
+    Returns:
+        An :class:`hcp.Audit`, which `print` lists.
     """
     _check_collections(train_pgs, eval_pgs)
     walk = walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), True, None))

@@ -50,21 +50,22 @@ def register_rebind(
     held: tuple[str, ...] = (),
     refuse: Callable[[Any, ProcessGroups], str | None] | None = None,
 ) -> None:
-    """Add a rule for a class and its subclasses; `cls` may be its "module.Name", not imported.
+    """Add a rule for a class and its subclasses, which the walk through a model cannot see through.
 
-    ``attributes(obj, pgs)``: values by attribute name that the object has in a layout. It is called
-    for both layouts. An object that does not hold the training layout's values does not change.
-
-    ``rebuild``: take the attributes from a new object. The constructor is called with the
-    attributes that have its parameters' names, groups replaced. For plain objects: its checks run
-    again.
-
-    ``caches``: attributes that are None inside the context, or empty if they are dictionaries.
-
-    ``method``, ``arguments(obj, pgs)``, ``held``: a method that switches the object, its arguments
-    in a layout, and the attributes that keep the arguments of the last call, which undo the switch.
-
-    ``refuse(obj, eval_pgs)``: a reason why the object cannot work in that layout, or None.
+    Args:
+        cls: the class, or its "module.Name", not imported.
+        attributes: ``attributes(obj, pgs)`` gives values by attribute name that the object has in a
+            layout. It is called for both layouts. An object that does not hold the training
+            layout's values does not change.
+        rebuild: take the attributes from a new object. The constructor is called with the
+            attributes that have its parameters' names, groups replaced. For plain objects: its
+            checks run again.
+        caches: attributes that are None inside the context, or empty if they are dictionaries.
+        method: the name of a method that switches the object.
+        arguments: ``arguments(obj, pgs)`` gives the method's arguments in a layout.
+        held: the attributes that keep the arguments of the last call, which undo the switch.
+        refuse: ``refuse(obj, eval_pgs)`` gives a reason why the object cannot work in that layout,
+            or None.
     """
     if (method is None) != (arguments is None):
         raise ValueError("method and arguments go together: give both or neither")

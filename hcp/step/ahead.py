@@ -54,14 +54,19 @@ def planned_steps(
 ) -> Generator[Step]:
     """Yield the steps that ``make`` plans and dispatches for this rank's shares of global batches.
 
-    ``shares`` is read on the caller's thread. ``make(share, passage)`` hands the passage to
-    ``hcp.dispatch`` and uses its transport for all other exchanges. None: there are no more steps.
+    Every rank of the domain iterates, and of the job when it takes the first step. What ``make``
+    raises is raised at its own step, and no later step is made.
 
-    ``config.plan_ahead`` steps are made on a thread and a group of their own, while the trainer
-    computes one before them. What ``make`` raises is raised at its own step, and no later step is
-    made. 0: a step is made when it is asked for.
+    Args:
+        shares: this rank's shares, read on the caller's thread.
+        make: ``make(share, passage)`` hands the passage to ``hcp.dispatch`` and uses its transport
+            for all other exchanges. None: there are no more steps.
+        groups: this rank's process groups.
+        config: ``config.plan_ahead`` steps are made on a thread and a group of their own, while the
+            trainer computes one before them. 0: a step is made when it is asked for.
 
-    Every rank of the domain iterates, and of the job when it takes the first step.
+    Returns:
+        A generator of :class:`hcp.Step`.
     """
     agree_on_kernels(groups, config.dispatch_options()["handler_cls"])
     yield from steps_of(shares, make, groups, config.plan_ahead)

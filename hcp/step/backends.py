@@ -65,16 +65,19 @@ BACKENDS: dict[str, KernelFamily | HandlerBackend] = {
 def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
     """Make ``get_cp_handler_cls(backend=name)`` return the class that ``load()`` returns.
 
-    ``load`` is called when somebody asks for the backend, so its library need not be there before.
-    An ImportError in it becomes the HcpError of a backend that cannot be imported.
-
     The class derives from :class:`hcp.ContextParallelHandler` and has an ``attention`` of its own,
     with the arguments and results described there: exact forward and backward, for the rows and
     groups that ``self.layout`` names. It refuses arguments that it does not support with
     ValueError. It inherits everything else (dispatch, combine, rolling, rotary embedding, the
     loss).
 
-    Raises ValueError for a name that is taken, or has a "." or ":".
+    Args:
+        name: of the backend.
+        load: called when somebody asks for the backend, so its library need not be there before. An
+            ImportError in it becomes the HcpError of a backend that cannot be imported.
+
+    Raises:
+        ValueError: a name that is taken, or has a "." or ":".
     """
     if name in BACKENDS:
         raise ValueError(f"backend {name!r} is there already, expected a new name")
@@ -105,11 +108,17 @@ def get_cp_handler_cls(
     - "transformer_engine": its DotProductAttention, which exchanges keys itself.
     - a name given to :func:`hcp.register_backend`.
 
-    ``cp_comm_type``: how keys and values travel unless dispatch is told otherwise: one value or one
-    per layer, as in Megatron. The first is the default.
+    Args:
+        backend: whose kernels compute attention.
+        cp_comm_type: how keys and values travel unless dispatch is told otherwise: one value or one
+            per layer, as in Megatron. The first is the default.
 
-    The same arguments give the same class, also in a process that unpickles it. Raises ValueError
-    for an unknown backend or type, and HcpError if the backend's library cannot be imported.
+    Returns:
+        A class. The same arguments give the same one, also in a process that unpickles it.
+
+    Raises:
+        ValueError: an unknown backend or type.
+        HcpError: the backend's library cannot be imported.
     """
     if not isinstance(cp_comm_type, str):
         expect_items("cp_comm_type", cp_comm_type, "comm types, or one")

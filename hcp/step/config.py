@@ -418,8 +418,14 @@ def _window_from(text: str) -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add an option for each field of Config. One that the parser already has, as Megatron's does,
-    stays as it is."""
+    """Add an option for each field of Config.
+
+    Args:
+        parser: one that already has an option, as Megatron's has some, keeps it as it is.
+
+    Returns:
+        The parser.
+    """
     group = parser.add_argument_group("context parallelism")
 
     def add(name: str, **options: object) -> None:

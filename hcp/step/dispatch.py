@@ -153,14 +153,21 @@ def gather_counted_or_raise(
 def gather_lengths(
     samples: Iterable[Given], groups: Groups, *, fields: Rules | None = None
 ) -> tuple[list[int], list[int], list[Sample]]:
-    """Gather the lengths of the whole global batch.
+    """Gather the lengths of the whole global batch. Every rank of the domain calls it.
 
-    Returns them, the rank that loaded each sequence, and this rank's samples as a list.
+    Args:
+        samples: this rank's share of the batch, possibly empty, possibly a generator that still has
+            to load it: a loader that raises here becomes an error on every rank. Sequences are
+            numbered by rank, then in the order given.
+        groups: this rank's process groups.
+        fields: see :func:`hcp.dispatch`.
 
-    ``samples``: this rank's share of the batch, possibly empty, possibly a generator that still has
-    to load it: a loader that raises here becomes an error on every rank. Sequences are numbered by
-    rank, then in the order given. ``fields``: see :func:`hcp.dispatch`. Every rank of the domain
-    calls it.
+    Returns:
+        The lengths in tokens, the rank that loaded each sequence, and this rank's samples as a
+        list.
+
+    Raises:
+        HcpError: a rank's samples could not be loaded or have a fault.
     """
     loaded: list[Sample] = []
 
@@ -181,7 +188,14 @@ def gather_lengths(
 def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | None]:
     """Gather the masks of the whole global batch, in the order of :func:`gather_lengths`.
 
-    ``masks``: of this rank's samples, None for a causal one. Every rank of the domain calls it.
+    Every rank of the domain calls it.
+
+    Args:
+        masks: of this rank's samples, None for a causal one.
+        groups: this rank's process groups.
+
+    Returns:
+        The masks of all sequences, for :func:`hcp.plan`.
     """
 
     def prepare() -> bytes:
@@ -463,34 +477,46 @@ def dispatch(
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
-    ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
-    same fields, dtypes and row shapes everywhere. ``fields``: the rules of those that are not one
-    row per token, by name: "sequence" (one number, or tensor of a fixed shape, per sample, on every
-    rank of the sequence's group as (sequences, ...)) or an :class:`hcp.Payload`. Numbers get the
-    dtype that torch.as_tensor gives them.
-    ``sources``: the rank that loaded each sequence.
-    ``comm_types``: the ways in which layers will exchange keys and values, the default first;
-    None: those of ``handler_cls``, the class of the handlers, which also says whose kernels compute
-    attention (:func:`hcp.get_cp_handler_cls`; the default is "auto").
-    ``hierarchical_context_parallel_sizes``: of the levels of "a2a+p2p", the inner all-to-all first
-    and the ring last. When the plan has one degree only, their product is this degree; else a group
-    of degree d has the largest inner level up to the one given that divides d, has a query head for
-    each of its ranks and stays in a node: ``cp.comm_choices`` says which.
-    ``window_sizes``: the sliding windows of compiled layers, and ``heads``: their (query heads,
-    key-value heads) under "a2a+p2p" or "auto"; others need not be named.
-    ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
-    ``stamp_call_sites``: ranks also compare where in the trainer's source they call attention, to
-    find those that call layers of one kind in different orders.
-    ``scan_type``: how recurrent layers get past the borders of ranks: "pass_states",
-    "sequence_to_head", or "auto", whichever costs fewer bytes.
-    ``masks``: of all sequences, as :func:`hcp.plan` takes them, in place of the plan's own; the
-    same on every rank (:func:`gather_masks`).
-    ``passage``: for a step that is prepared on another thread than layers run on; call
-    ``Step.arrive`` before its use.
-
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them. The first call on GPUs
     also measures kernels of which "auto" has no numbers, briefly.
+
+    Args:
+        plan: who computes what: :func:`hcp.plan`.
+        samples: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
+            same fields, dtypes and row shapes everywhere. Numbers get the dtype that
+            torch.as_tensor gives them.
+        sources: the rank that loaded each sequence.
+        groups: this rank's process groups; rows move over ``dp_cp``.
+        comm_types: the ways in which layers will exchange keys and values, the default first. None:
+            those of ``handler_cls``.
+        hierarchical_context_parallel_sizes: of the levels of "a2a+p2p", the inner all-to-all first
+            and the ring last. When the plan has one degree only, their product is this degree; else
+            a group of degree d has the largest inner level up to the one given that divides d, has
+            a query head for each of its ranks and stays in a node: ``cp.comm_choices`` says which.
+        window_sizes: the sliding windows of compiled layers; others need not be named.
+        heads: (query heads, key-value heads) of compiled layers under "a2a+p2p" or "auto".
+        loss_mask: the field whose sum over the whole batch is its number of loss tokens.
+        fields: the rules of fields that are not one row per token, by name: "sequence" (one number,
+            or tensor of a fixed shape, per sample, on every rank of the sequence's group as
+            (sequences, ...)) or an :class:`hcp.Payload`.
+        handler_cls: the class of the handlers, which also says whose kernels compute attention:
+            :func:`hcp.get_cp_handler_cls`. The default is "auto".
+        stamp_call_sites: ranks also compare where in the trainer's source they call attention, to
+            find those that call layers of one kind in different orders.
+        masks: of all sequences, as :func:`hcp.plan` takes them, in place of the plan's own; the
+            same on every rank (:func:`gather_masks`).
+        scan_type: how recurrent layers get past the borders of ranks: "pass_states",
+            "sequence_to_head", or "auto", whichever costs fewer bytes.
+        passage: for a step that is prepared on another thread than layers run on; call
+            ``Step.arrive`` before its use.
+
+    Returns:
+        A :class:`hcp.Step`: pairs (cp, local), one for each micro-batch.
+
+    Raises:
+        ValueError: a wrong argument on this rank.
+        HcpError: ranks differ, another rank refused, or a peer is gone.
     """
     transport = groups.transport
     if passage is None:

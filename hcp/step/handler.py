@@ -305,56 +305,60 @@ class ContextParallelHandler(OfThisProcess):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention of this rank's rows over their whole sequences, with gradients.
 
-        query (T, H, D), key (T, G, D) and value (T, G, E) with H a multiple of G; float64, float32,
-        bfloat16 or float16; returns (T, H, E). ``softmax_scale``: default 1 / sqrt(D).
+        Every rank of the group calls it with the same arguments. Differentiable once. Under
+        ``torch.autocast`` query, key and value are cast to its dtype first (float64 is not), as for
+        PyTorch's scaled_dot_product_attention, after they are rotated.
 
-        ``window_size``: (left, right), FlashAttention's sliding window: the token at i sees those
-        from i - left to i + right, -1 being no limit; with ``causal``, none after i. Positions are
-        what counts in a plan with masks: in a tree those of a path.
+        Args:
+            query: (T, H, D), float64, float32, bfloat16 or float16.
+            key: (T, G, D), with H a multiple of G; with ``expand`` latent rows (T, W).
+            value: (T, G, E); left out with ``expand``.
+            causal: whether a token sees none after itself.
+            window_size: (left, right), FlashAttention's sliding window: the token at i sees those
+                from i - left to i + right, -1 being no limit; with ``causal``, none after i.
+                Positions are what counts in a plan with masks: in a tree those of a path.
+            softmax_scale: by default 1 / sqrt(D).
+            sinks: (H,), a learned logit of each head, one more score in every row's softmax, with
+                no value. Its gradient is this rank's share: sum over the domain, as for any
+                parameter.
+            softcap: scores s become softcap * tanh(s / softcap), where a kernel does so: the
+                formula for float32 and float64, or the packages flash-attn-4, flash-attn-3 and
+                flash-attn.
+            dropout_p: refused unless 0: drop out after the attention.
+            return_lse: also return the log-sum-exp.
+            comm_type: one of those that the handler was made for (default: the first).
+            qkv_format: "thd", or "sbhd" (rows, sequences, heads, size) or "bshd" (sequences, rows,
+                ...) where all sequences have one length; the results come in it too. No copy, but
+                for "sbhd" with several sequences.
+            rotary_pos_emb: rotates queries and keys first, as ``apply_rotary_pos_emb`` does both,
+                in fewer passes: what ``rotary`` gives, once for all layers, or a table of its
+                ``freqs``.
+            layer: the layer's number or name, by default the path of the module that calls. Ranks
+                compare it, so that two layers of one kind that ranks call in different orders are
+                an error, as calls of different kinds are. A compiled layer's is not compared.
+                Needed where no module holds the layer.
+            mask: the name of one of the plan's masks (default: the first), in a plan that has some.
+                It says what tokens see, in place of ``causal``; ``window_size`` is a limit in
+                addition.
+            expand: keys travel compressed (multi-head latent attention): ``expand(rows)`` gives the
+                keys (n, G, D) and values (n, G, E) of any latent rows (n, W), each from its own row
+                alone. It is called for the rows of each launch, and again in the backward; ranks
+                call it different numbers of times, so it may call no module that FSDP or ZeRO-3
+                gathers by itself. Rotate queries and latent rows before, where they need it. Not
+                under the comm types that exchange heads, "a2a" and "a2a+p2p", nor in compiled
+                layers.
+            parameters: the tensors with gradients that ``expand`` uses (default: its own, where it
+                is a module), none of which is made from another; their gradients are this rank's
+                share.
 
-        ``sinks`` (H,): a learned logit of each head, one more score in every row's softmax, with no
-        value. Its gradient is this rank's share: sum over the domain, as for any parameter.
+        Returns:
+            (T, H, E); with ``return_lse`` also the log-sum-exp of each row's scores and sink, (T,
+            H), natural log, float32 (float64 for float64), with its gradient.
 
-        ``return_lse``: also the log-sum-exp of each row's scores and sink, (T, H), natural log,
-        float32 (float64 for float64), with its gradient.
-
-        ``comm_type``: one of those that the handler was made for (default: the first). Every rank
-        of the group calls it with the same arguments. Differentiable once.
-
-        ``softcap``: scores s become softcap * tanh(s / softcap), where a kernel does so: the
-        formula for float32 and float64, or the packages flash-attn-4, flash-attn-3 and
-        flash-attn. ``dropout_p`` other than 0 is refused: drop out after the attention.
-
-        ``qkv_format``: "sbhd" (rows, sequences, heads, size) or "bshd" (sequences, rows, ...) where
-        all sequences have one length; the results come in it too. No copy, but for "sbhd" with
-        several sequences.
-
-        ``rotary_pos_emb``: rotates queries and keys first, as ``apply_rotary_pos_emb`` does both,
-        in fewer passes: what ``rotary`` gives, once for all layers, or a table of its ``freqs``.
-
-        ``layer``: the layer's number or name, by default the path of the module that calls. Ranks
-        compare it, so that two layers of one kind that ranks call in different orders are an error,
-        as calls of different kinds are. A compiled layer's is not compared. Needed where no module
-        holds the layer.
-
-        ``mask``: the name of one of the plan's masks (default: the first), in a plan that has some.
-        It says what tokens see, in place of ``causal``; ``window_size`` is a limit in addition.
-
-        Under ``torch.autocast`` query, key and value are cast to its dtype first (float64 is not),
-        as for PyTorch's scaled_dot_product_attention, after they are rotated.
-
-        ``expand``: keys travel compressed (multi-head latent attention). ``key`` is then latent
-        rows (T, W), ``value`` is left out, and ``expand(rows)`` gives the keys (n, G, D) and values
-        (n, G, E) of any latent rows (n, W), each from its own row alone. It is called for the rows
-        of each launch, and again in the backward. ``parameters``: the tensors with gradients that
-        it uses (default: those of ``expand``, where it is a module), none of which is made from
-        another; their gradients are this rank's share. Ranks call it different numbers of times: it
-        may call no module that FSDP or ZeRO-3 gathers by itself. Rotate queries and latent rows
-        before, where they need it. Not under the comm types that exchange heads, "a2a" and
-        "a2a+p2p", nor in compiled layers.
-
-        Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
-        NotImplementedError under torch.func and for a second derivative.
+        Raises:
+            ValueError: a wrong tensor.
+            HcpError: ranks differ or a peer is gone.
+            NotImplementedError: under torch.func, and for a second derivative.
         """
         # A compiled layer's call gets its number when it is run. Not is_compiling(), which is also
         # true where another thread compiles.
@@ -425,26 +429,41 @@ class ContextParallelHandler(OfThisProcess):
     ) -> Tensor:
         """Compute a Megatron-style layer's core attention under this micro-batch's degree.
 
-        query, key, value: (T, heads, size), or (rows, sequences, heads, size) where all sequences
-        have one length. Returns (T, H * E), or (rows, sequences, H * E). ``attn_mod`` is one of
+        A module is called as Megatron does: (query, key, value, attention_mask=, attn_mask_type=,
+        attention_bias=, packed_seq_params=). Every rank of the group calls it with the same
+        options. ``attn_mod`` is one of
 
         - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options. It
           takes no ``attention_mask``: ``attn_mask_type`` and its options say what is hidden.
         - A module with ``set_context_parallel_group``, as Transformer Engine's: it gets
           ``cp_group``, the comm type, and this micro-batch's PackedSeqParams for the call, and its
           own group back afterwards. It cuts sequences itself, so that their lengths must be
-          divisible by 2 * degree. ``cp_group``: the process group of the plan's ranks, or a list
-          of one per level, innermost first; needed where the degree is more than 1.
+          divisible by 2 * degree.
         - Any other: it sees whole sequences (``whole_cu_seqlens``) and its share of the heads, in
-          the format of query, and computes heads independently. With fewer key-value heads than
-          the exchange can split, they are repeated.
+          the format of query, and computes heads independently. With fewer key-value heads than the
+          exchange can split, they are repeated.
 
-        A module is called as Megatron does: (query, key, value, attention_mask=, attn_mask_type=,
-        attention_bias=, packed_seq_params=). ``attn_mask_type``: Megatron's AttnMaskType or its
-        name. ``packed_seq_params``: an object whose class the module's are made of; its values are
-        not read. Every rank of the group calls it with the same options.
+        Args:
+            attn_mod: the module.
+            query: (T, heads, size), or (rows, sequences, heads, size) where all sequences have one
+                length.
+            key: as query.
+            value: as query.
+            attention_mask: for a module that is not hcp's.
+            attn_mask_type: Megatron's AttnMaskType or its name.
+            attention_bias: for a module that is not hcp's.
+            packed_seq_params: an object whose class the module's are made of; its values are not
+                read.
+            cp_group: the process group of the plan's ranks, or a list of one per level, innermost
+                first; needed by a module that exchanges rows itself where the degree is more than
+                1.
+            comm_type: as in ``attention``.
 
-        Raises ValueError for what the module cannot do under this degree.
+        Returns:
+            (T, H * E), or (rows, sequences, H * E).
+
+        Raises:
+            ValueError: what the module cannot do under this degree.
         """
         given = {
             "attention_mask": attention_mask,
@@ -468,8 +487,17 @@ class ContextParallelHandler(OfThisProcess):
         )
 
     def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
-        """Return x (T, ...), or one row of ``value`` where this rank has none: for models that
-        cannot compute 0 rows. ``y[:cp.rows]`` drops that row again."""
+        """Return one row where this rank has none: for models that cannot compute 0 rows.
+
+        ``y[:cp.rows]`` drops that row again.
+
+        Args:
+            x: (T, ...).
+            value: of the row's elements.
+
+        Returns:
+            x, or (1, ...).
+        """
         if len(x) != self.rows:
             raise ValueError(f"x has {len(x)} rows, expected {self.rows}")
         if self.rows:
@@ -478,11 +506,18 @@ class ContextParallelHandler(OfThisProcess):
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1), value=value)
 
     def packed_seq_params(self, cls: Any = packed.PackedSeqParams, *, cp_group: Any = None) -> Any:
-        """Describe this micro-batch as Megatron's PackedSeqParams: ``cu_seqlens`` of whole
-        sequences, the degree and, if given, the process group of their ranks.
+        """Describe this micro-batch as Megatron's PackedSeqParams.
 
-        ``cls``: Megatron-Core's own class, of any release, or hcp's of the same names. The result
-        holds the handler, as ``cp_handler``. Raises ValueError for a group of other ranks.
+        Args:
+            cls: Megatron-Core's own class, of any release, or hcp's of the same names.
+            cp_group: the process group of the plan's ranks.
+
+        Returns:
+            ``cu_seqlens`` of whole sequences, the degree and, if given, the group. It holds the
+            handler, as ``cp_handler``.
+
+        Raises:
+            ValueError: a group of other ranks.
         """
         return packed.packed_seq_params(self, cls, cp_group)
 
@@ -503,25 +538,35 @@ class ContextParallelHandler(OfThisProcess):
         """Compute attention of this rank's rows to keys of the same sequences that have a layout of
         their own: an encoder's, for example.
 
-        ``keys``: the handler of the keys' micro-batch, of a plan of the same ranks in which
-        sequence i has the keys of sequence i here; other lengths, degrees and ranks of it do not
-        matter. query (T, H, D); key and value (keys.rows, G, D) and (keys.rows, G, E); returns
-        (T, H, E), and with ``return_lse`` the log-sum-exp (T, H). Other options as in
-        ``attention``.
-
-        ``causal``, ``window_size``: aligned bottom right, as FlashAttention's: of N queries and M
-        keys, query i stands at key i + M - N, so that the last query sees the last key. A query
-        that sees no key gives 0, and -inf as its log-sum-exp.
-
         Where masks make several documents of a sequence, its keys have as many, and the queries of
         a document see the keys of the document of its number. What else masks hide is hidden from
         self-attention only.
 
-        Every rank of the domain calls it with the same options. During the call, each rank
-        holds the keys that its queries see. Not for compiled layers.
+        Every rank of the domain calls it with the same options. During the call, each rank holds
+        the keys that its queries see. Not for compiled layers.
 
-        Raises ValueError when the keys of a sequence, or of a document, are not there, and in plans
-        with branches.
+        Args:
+            query: (T, H, D).
+            key: (keys.rows, G, D).
+            value: (keys.rows, G, E).
+            keys: the handler of the keys' micro-batch, of a plan of the same ranks in which
+                sequence i has the keys of sequence i here; other lengths, degrees and ranks of it
+                do not matter.
+            causal: aligned bottom right, as FlashAttention's: of N queries and M keys, query i
+                stands at key i + M - N, so that the last query sees the last key.
+            window_size: as in ``attention``, aligned as ``causal``.
+            softmax_scale: as in ``attention``.
+            sinks: as in ``attention``.
+            softcap: as in ``attention``.
+            return_lse: as in ``attention``.
+
+        Returns:
+            (T, H, E), and with ``return_lse`` the log-sum-exp (T, H). A query that sees no key
+            gives 0, and -inf as its log-sum-exp.
+
+        Raises:
+            ValueError: the keys of a sequence, or of a document, are not there; or the plan has
+                branches.
         """
         out, lse = self._cross.attend(
             query,
@@ -544,16 +589,24 @@ class ContextParallelHandler(OfThisProcess):
         """Choose, for each row, the keys of its sequence up to itself that an indexer scores
         highest (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556).
 
-        query (T, heads, size), key (T, size) and weights (T, heads) are the indexer's. The score of
-        key s for query t is the sum over its heads of weights[t, h] * relu(query[t, h] . key[s]);
-        without ``relu``, of the products themselves. Computed in float32 or wider.
-
-        Returns indices, int64 (T, top_k): places of keys in the row's sequence, ascending, -1 where
-        it has fewer; and their scores (T, top_k), -inf for none, with gradients, for the indexer's
-        own loss. Of equal scores the first keys are chosen.
+        The score of key s for query t is the sum over the indexer's heads of weights[t, h] *
+        relu(query[t, h] . key[s]), computed in float32 or wider. Of equal scores the first keys are
+        chosen.
 
         Rows of ``key`` travel to the ranks whose rows may see them. Every rank of the group calls
         it. Not for compiled layers.
+
+        Args:
+            query: (T, heads, size), the indexer's.
+            key: (T, size), the indexer's.
+            weights: (T, heads), the indexer's.
+            top_k: keys of a row.
+            relu: False sums the products themselves.
+
+        Returns:
+            Indices, int64 (T, top_k): places of keys in the row's sequence, ascending, -1 where it
+            has fewer; and their scores (T, top_k), -inf for none, with gradients, for the indexer's
+            own loss.
         """
         return self._sparse.top_k(query, key, weights, top_k, relu)
 
@@ -569,18 +622,24 @@ class ContextParallelHandler(OfThisProcess):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute attention of each row to the keys that were chosen for it, with gradients.
 
-        query (T, H, D), key (T, G, D) and value (T, G, E), or latent rows (T, W) as ``key`` and
-        ``expand``, as in ``attention``; it may be any function here, and gets the rows that this
-        rank fetched. ``indices``: what ``top_k_keys`` gives, int64 (T, K), places of keys in the
-        row's sequence, none after the row itself and none twice, -1 for none; all heads attend to
-        the same keys.
-
-        Returns the output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means
-        over the heads, without a gradient: the target of the indexer's loss. A row without keys
-        gives 0, and -inf as its log-sum-exp.
-
         Each rank fetches the rows that its own rows chose, each once. It computes the formula, a
         few rows at a time. Every rank of the group calls it. Not for compiled layers.
+
+        Args:
+            query: (T, H, D).
+            key: (T, G, D), or latent rows (T, W) with ``expand``.
+            value: (T, G, E); left out with ``expand``.
+            indices: what ``top_k_keys`` gives, int64 (T, K), places of keys in the row's sequence,
+                none after the row itself and none twice, -1 for none; all heads attend to the same
+                keys.
+            expand: as in ``attention``; it may be any function here, and gets the rows that this
+                rank fetched.
+            softmax_scale: by default 1 / sqrt(D).
+
+        Returns:
+            The output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means over
+            the heads, without a gradient: the target of the indexer's loss. A row without keys
+            gives 0, and -inf as its log-sum-exp.
         """
         return self._sparse.attend(query, key, value, indices, expand, softmax_scale)
 
@@ -606,18 +665,22 @@ class ContextParallelHandler(OfThisProcess):
         axes: Sequence[int] | None = None,
     ) -> rope.Rotary:
         """The rotary embedding of this rank's rows (RoPE, https://arxiv.org/abs/2104.09864): cosine
-        and sine of their own positions' angles, for ``attention(rotary_pos_emb=)`` and
-        ``apply_rotary_pos_emb`` of all layers.
+        and sine of their own positions' angles.
 
-        freqs (positions, R) or Megatron's (positions, 1, 1, R), the angle of each element that is
-        rotated, R even: the first R elements of a head, the rest pass. ``interleaved``: pairs are
-        elements (2 i, 2 i + 1) instead of (i, i + R / 2). A scaling of frequencies (linear, NTK,
-        YaRN, Llama 3) is one of ``freqs``; ``mscale`` is YaRN's factor of cosine and sine
-        (https://arxiv.org/abs/2309.00071).
+        A scaling of frequencies (linear, NTK, YaRN, Llama 3) is one of ``freqs``.
 
-        ``positions``: int64 (T,), where they are not the places in the sequences; or (T, axes) for
-        multimodal RoPE (https://arxiv.org/abs/2409.12191), with ``axes``: which of them each of the
-        R / 2 frequencies follows. Dispatch them as a field of the samples.
+        Args:
+            freqs: (positions, R) or Megatron's (positions, 1, 1, R), the angle of each element that
+                is rotated, R even: the first R elements of a head, the rest pass.
+            interleaved: pairs are elements (2 i, 2 i + 1) instead of (i, i + R / 2).
+            mscale: YaRN's factor of cosine and sine (https://arxiv.org/abs/2309.00071).
+            positions: int64 (T,), where they are not the places in the sequences; or (T, axes) for
+                multimodal RoPE (https://arxiv.org/abs/2409.12191). Dispatch them as a field of the
+                samples.
+            axes: which of the axes each of the R / 2 frequencies follows.
+
+        Returns:
+            For ``attention(rotary_pos_emb=)`` and ``apply_rotary_pos_emb`` of all layers.
         """
         if positions is None:
             rope.check_positions("freqs", freqs, self._position_count)
@@ -642,12 +705,21 @@ class ContextParallelHandler(OfThisProcess):
     ) -> Tensor:
         """Rotate rows by the angles of their own positions, in one pass.
 
-        t (T, heads, D); freqs and options as in ``rotary``, or what it gave. Returns t's shape and
-        dtype; computed in float32 or wider. A layer that rotates both queries and keys does better
-        to name them in ``attention(rotary_pos_emb=)``.
+        A layer that rotates both queries and keys does better to name them in
+        ``attention(rotary_pos_emb=)``.
 
-        ``config``: Megatron's, of which ``rotary_interleaved`` is taken, and
-        ``multi_latent_attention``, under which neighbours become pairs of halves first.
+        Args:
+            t: (T, heads, D).
+            freqs: as in ``rotary``, or what it gave.
+            config: Megatron's, of which ``rotary_interleaved`` is taken, and
+                ``multi_latent_attention``, under which neighbours become pairs of halves first.
+            interleaved: as in ``rotary``.
+            mscale: as in ``rotary``.
+            positions: as in ``rotary``.
+            axes: as in ``rotary``.
+
+        Returns:
+            t's shape and dtype; computed in float32 or wider.
         """
         if config is not None:
             t, interleaved = rope.as_configured(t, freqs, config, interleaved)
@@ -663,48 +735,81 @@ class ContextParallelHandler(OfThisProcess):
     def dispatch(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Move rows from the ranks that loaded them to the ranks that compute them, with gradients.
 
-        x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
-        ascending index. Returns (T, ...). Every rank of the domain calls it.
+        Every rank of the domain calls it.
 
-        ``dtype``: of the result, with the bits of ``.to(dtype)`` and without a pass of memory for
-        it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or float16 where
-        it is not x's own.
+        Args:
+            x: (S, ...), the sequences of this micro-batch that this rank loaded, whole, end to end
+                by ascending index.
+            dtype: of the result, with the bits of ``.to(dtype)`` and without a pass of memory for
+                it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or
+                float16 where it is not x's own.
+
+        Returns:
+            (T, ...).
         """
         return self._rows.dispatch(x, dtype)
 
     @ranged("hcp: combine")
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Undo ``dispatch``: (T, ...) to (S, ...), so that combine(dispatch(x)) is x.
-        ``dtype``: as in ``dispatch``."""
+        """Undo ``dispatch``, so that combine(dispatch(x)) is x.
+
+        Args:
+            x: (T, ...).
+            dtype: as in ``dispatch``.
+
+        Returns:
+            (S, ...).
+        """
         return self._rows.combine(x, dtype)
 
     def combine_by_sequence(self, x: Tensor) -> Tensor:
         """Bring a value of each sequence back to the rank that loaded it, with gradients.
 
-        x (sequences, ...), in the order of ``layout.sequences``; that of the group's first rank is
-        taken. Returns (n, ...): of the sequences of this micro-batch that this rank loaded, by
-        ascending index. Every rank of the domain calls it.
+        Every rank of the domain calls it.
+
+        Args:
+            x: (sequences, ...), in the order of ``layout.sequences``; that of the group's first
+                rank is taken.
+
+        Returns:
+            (n, ...): of the sequences of this micro-batch that this rank loaded, by ascending
+            index.
         """
         return self._rows.combine_by_sequence(x)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
-        """Shift rows along their documents, across the borders of ranks: shape to shape.
+        """Shift rows along their documents, across the borders of ranks.
 
-        As torch.roll within each document, but what enters at an end is zeros. The default -1 gives
-        every row its successor's value, as labels want. ``dims``: the dimension that holds the T
-        rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it. Raises
-        ValueError in a plan with branches, as all calls in which rows or states go from token to
-        token.
+        As torch.roll within each document, but what enters at an end is zeros. Every rank of the
+        group calls it.
+
+        Args:
+            x: any shape that has the T rows.
+            shifts: the default -1 gives every row its successor's value, as labels want.
+            dims: the dimension that holds the T rows, such as -1 of Megatron's labels (1, T).
+
+        Returns:
+            x's shape.
+
+        Raises:
+            ValueError: the plan has branches, as for all calls in which rows or states go from
+                token to token.
         """
         return self._rows.roll(x, shifts, dims)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Put the ``before`` rows that precede each span in its document before it, from the ranks
-        that hold them: (T, ...) to (T + before * spans, ...), with gradients.
+        that hold them, with gradients.
 
-        Rows of zeros where the document has begun later. A causal convolution of ``before + 1``
-        taps over the result, without padding, gives row r's output at
-        ``halo_rows(before)[r] - before``. Every rank of the group calls it.
+        A causal convolution of ``before + 1`` taps over the result, without padding, gives row r's
+        output at ``halo_rows(before)[r] - before``. Every rank of the group calls it.
+
+        Args:
+            x: (T, ...).
+            before: rows before each span.
+
+        Returns:
+            (T + before * spans, ...); rows of zeros where the document has begun later.
         """
         return self._rows.halo(x, before)
 
@@ -722,16 +827,21 @@ class ContextParallelHandler(OfThisProcess):
         state, with gradients: zeros at the start of a document.
 
         A layer computes each span (``span_cu_seqlens``) from zeros first. It gives the state at the
-        end of each, states (N, ...), and what a state that enters is multiplied by until then:
+        end of each, and what a state that enters is multiplied by until then: ``decay`` or
+        ``transition``.
 
-        - ``decay``, of the shape of states or with 1 in place of sizes: element by element, as in
-          Mamba and gated linear attention.
-        - ``transition`` (N, ..., K, K) for states (N, ..., K, V): from the left, as in delta nets.
+        Computed in float32 or wider. Ranks exchange states only, however long their rows are: all
+        at once, or in rounds that double the spans which a state covers, whichever costs fewer
+        bytes. Every rank of the group calls it, those without rows too.
 
-        Computed in float32 or wider, and returned in the dtype of states. Ranks exchange states
-        only, however long their rows are: all at once, or in rounds that double the spans which a
-        state covers, whichever costs fewer bytes. Every rank of the group calls it, those without
-        rows too.
+        Args:
+            states: (N, ...), at the end of each of this rank's N spans.
+            decay: of the shape of states or with 1 in place of sizes: element by element, as in
+                Mamba and gated linear attention.
+            transition: (N, ..., K, K) for states (N, ..., K, V): from the left, as in delta nets.
+
+        Returns:
+            (N, ...), in the dtype of states.
         """
         return self._rows.pass_states(states, decay, transition)
 
@@ -745,35 +855,48 @@ class ContextParallelHandler(OfThisProcess):
     ) -> tuple[Tensor, ...]:
         """Return the state that enters each span, by a rule of the layer's own, with gradients.
 
-        ``maps``: tensors (N, ...), the map of each of this rank's N spans: how the state after a
-        span follows from the state before. Floats; computed in float32 or wider.
-        ``combine(earlier, later)``: of n maps and of the n maps of the spans that follow, the maps
-        of both together. It is associative.
-        ``apply(maps, states)``: the n states after n spans, from those before.
-        ``initial``: the state at the start of a document, as tensors without N. Its gradient is
-        this rank's share.
-
         Both functions take and give tuples of tensors (n, ...), are differentiable, and may be
         called with n = 0; ranks call them different numbers of times, as ``expand`` in
-        ``attention``. They use PyTorch's operations on each of the n alone. Returns tensors
-        (N, ...), those of the state. Every rank of the group calls it, those without rows too.
+        ``attention``. They use PyTorch's operations on each of the n alone. Every rank of the group
+        calls it, those without rows too.
+
+        Args:
+            maps: tensors (N, ...), the map of each of this rank's N spans: how the state after a
+                span follows from the state before. Floats; computed in float32 or wider.
+            combine: ``combine(earlier, later)``: of n maps and of the n maps of the spans that
+                follow, the maps of both together. It is associative.
+            apply: ``apply(maps, states)``: the n states after n spans, from those before.
+            initial: the state at the start of a document, as tensors without N. Its gradient is
+                this rank's share.
+
+        Returns:
+            Tensors (N, ...), those of the state.
         """
         return self._rows.pass_maps(maps, combine, apply, initial)
 
     def choose_scan(
         self, heads: int, *, row_bytes: int, state_bytes: int, exchanges: int = 2
     ) -> scans.ScanChoice:
-        """Choose how a recurrent layer gets past the borders of ranks, by ``scan_type``: ``used``
-        is "pass_states" or "sequence_to_head", the same on all ranks of the group.
+        """Choose how a recurrent layer gets past the borders of ranks, by ``scan_type``.
 
         "auto" takes what costs the busiest rank fewer bytes, where each round of messages costs as
-        much as 1 MiB, and passes states where ranks cannot share the heads evenly.
-        ``row_bytes``: of one row of all heads, to whole sequences and back. ``state_bytes``: of one
-        span's state and decay or transition, as ``pass_states`` exchanges them. ``exchanges``:
-        calls of ``sequence_to_head`` and ``head_to_sequence``. Nothing is exchanged here.
+        much as 1 MiB, and passes states where ranks cannot share the heads evenly. Nothing is
+        exchanged here.
 
-        Raises ValueError in a plan with branches, and where "sequence_to_head" is asked for and
-        ranks outnumber the heads.
+        Args:
+            heads: of the layer.
+            row_bytes: of one row of all heads, to whole sequences and back.
+            state_bytes: of one span's state and decay or transition, as ``pass_states`` exchanges
+                them.
+            exchanges: calls of ``sequence_to_head`` and ``head_to_sequence``.
+
+        Returns:
+            A choice whose ``used`` is "pass_states" or "sequence_to_head", the same on all ranks of
+            the group.
+
+        Raises:
+            ValueError: the plan has branches, or "sequence_to_head" is asked for and ranks
+                outnumber the heads.
         """
         self.plan.core.expect_no_branches("cp.choose_scan")
         sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
@@ -792,27 +915,43 @@ class ContextParallelHandler(OfThisProcess):
     def sum_over_group(self, x: Tensor) -> Tensor:
         """Sum x over the ranks that compute these sequences: the same bits on each.
 
-        For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss);
-        x of any shape, the same on these ranks, floats or int64 (other integers would wrap). With
-        gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's all_reduce.
-        Every rank of the group calls it.
+        For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss).
+        With gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's
+        all_reduce. Every rank of the group calls it.
+
+        Args:
+            x: any shape, the same on these ranks; floats or int64 (other integers would wrap).
+
+        Returns:
+            x's shape.
         """
         return self._rows.sum_over_group(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """Sum rows over each whole sequence, on every rank of its group, with gradients.
 
-        x (T, ...), floats. Returns (sequences, ...), in the order of ``layout.sequences``. Padding
-        does not count. Every rank of the group calls it.
+        Padding does not count. Every rank of the group calls it.
+
+        Args:
+            x: (T, ...), floats.
+
+        Returns:
+            (sequences, ...), in the order of ``layout.sequences``.
         """
         return self._rows.sum_by_sequence(x, self.cu_seqlens)
 
     def repeat_by_sequence(self, x: Tensor) -> Tensor:
-        """Repeat a value of each sequence for its rows here: (sequences, ...), in the order of
-        ``layout.sequences``, to (T, ...), with gradients. Rows of padding are zeros.
+        """Repeat a value of each sequence for its rows here, with gradients.
 
-        Advantages per token, for example; nothing is exchanged. The gradient is that of this rank's
-        rows.
+        For advantages per token, for example.
+
+        Nothing is exchanged. The gradient is that of this rank's rows.
+
+        Args:
+            x: (sequences, ...), in the order of ``layout.sequences``.
+
+        Returns:
+            (T, ...). Rows of padding are zeros.
         """
         sequences = len(self.layout.sequences)
         if x.dim() == 0 or x.shape[0] != sequences:
@@ -829,17 +968,31 @@ class ContextParallelHandler(OfThisProcess):
         return self._whole.head_slice(count)
 
     def sequence_to_head(self, x: Tensor) -> Tensor:
-        """Exchange rows of some tokens for whole sequences of some heads, with gradients. Layers
-        that scan sequences need it: Mamba, gated delta nets, convolutions.
+        """Exchange rows of some tokens for whole sequences of some heads, with gradients.
 
-        x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
-        (``whole_cu_seqlens`` has the bounds of their documents), and the heads ``head_slice(H)``.
-        Every rank of the group calls it.
+        Layers that scan sequences need it: Mamba, gated delta nets, convolutions. Every rank of the
+        group calls it.
+
+        Args:
+            x: (T, H, ...).
+
+        Returns:
+            (S, h, ...): all tokens of the group's sequences in order, end to end
+            (``whole_cu_seqlens`` has the bounds of their documents), and the heads
+            ``head_slice(H)``.
         """
         return self._whole.to_heads(x)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
-        """Undo ``sequence_to_head``: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
+        """Undo ``sequence_to_head``.
+
+        Args:
+            x: (S, h, ...).
+            count: heads in all.
+
+        Returns:
+            (T, H, ...).
+        """
         return self._whole.to_rows(x, count)
 
     # ---- loss ----
@@ -850,12 +1003,18 @@ class ContextParallelHandler(OfThisProcess):
     ) -> Tensor:
         """Compute this micro-batch's share of the mean loss over the whole batch.
 
-        losses, loss_mask (T,). The gradients of all shares, summed over the domain and the
-        micro-batches, are those of sum(losses * loss_mask) / loss_tokens of the batch, whatever the
-        plan.
+        The gradients of all shares, summed over the domain and the micro-batches, are those of
+        sum(losses * loss_mask) / loss_tokens of the batch, whatever the plan.
 
-        ``grad_reduce``: what the trainer does with gradients over the domain, which it has to say:
-        "sum", or "mean" where it averages them (DDP, FSDP), which multiplies by the domain's size.
+        Args:
+            losses: (T,).
+            loss_mask: (T,).
+            grad_reduce: what the trainer does with gradients over the domain, which it has to say:
+                "sum", or "mean" where it averages them (DDP, FSDP), which multiplies by the
+                domain's size.
+
+        Returns:
+            A scalar.
         """
         check_grad_reduce(grad_reduce)
         check_losses(losses, loss_mask, self.rows)
@@ -864,8 +1023,15 @@ class ContextParallelHandler(OfThisProcess):
 
     @ranged("hcp: loss")
     def loss_sum(self, losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (sum of losses, number of loss tokens) of this rank's rows, float64, for trainers
-        that divide themselves."""
+        """Compute what trainers that divide themselves need.
+
+        Args:
+            losses: (T,).
+            loss_mask: (T,).
+
+        Returns:
+            The sum of losses and the number of loss tokens of this rank's rows, float64.
+        """
         check_losses(losses, loss_mask, self.rows)
         return masked_sum(losses.to(_F64), loss_mask), loss_mask.sum(dtype=_F64)
 

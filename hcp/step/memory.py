@@ -34,21 +34,31 @@ def fit_memory(
 ) -> MemoryModel:
     """Measure a model's steps on this GPU, and fit the bytes of a row to them.
 
-    ``step(rows)`` runs forward, loss and backward over so many rows of one rank, as one micro-batch
-    does. It is called twice for each of ``rows``, three numbers or more; the second call counts. No
-    measured step takes more than the model says. Run an update of the optimizer first: parameters,
-    gradients and its state belong to what the GPU holds anyway.
+    No measured step takes more than the model says. Run an update of the optimizer first:
+    parameters, gradients and its state belong to what the GPU holds anyway.
 
-    ``forward(rows)``: runs the layers alone and returns their result; tells ``activation`` from
-    ``logit``, of which only the sum decides. ``gathered``, ``attention``, ``head_chunks``: see
-    :class:`hcp.MemoryModel`; without them the model is for plans of degree 1. ``limit``: the most
-    bytes of a micro-batch; None: of what this GPU has for torch a ``share``, less what is held. The
-    rest is for fragments and for what is allocated later. ``allocated``: in place of the allocator
-    of the current GPU, runs a call and returns its bytes: the most at once, and those that its
-    result keeps.
+    Args:
+        step: ``step(rows)`` runs forward, loss and backward over so many rows of one rank, as one
+            micro-batch does. It is called twice for each of ``rows``; the second call counts.
+        rows: three numbers of rows or more.
+        forward: ``forward(rows)`` runs the layers alone and returns their result; it tells
+            ``activation`` from ``logit``, of which only the sum decides.
+        limit: the most bytes of a micro-batch. None: of what this GPU has for torch a ``share``,
+            less what is held.
+        share: the part of the GPU; the rest is for fragments and for what is allocated later.
+        gathered: see :class:`hcp.MemoryModel`; without it the model is for plans of degree 1.
+        attention: see :class:`hcp.MemoryModel`; without it the model is for plans of degree 1.
+        head_chunks: see :class:`hcp.MemoryModel`.
+        tolerance: how far below the line a peak may lie.
+        allocated: in place of the allocator of the current GPU, runs a call and returns its bytes:
+            the most at once, and those that its result keeps.
 
-    Raises ValueError where there is no GPU and ``allocated`` or ``limit`` is missing, if the peaks
-    do not grow with the rows, or lie further than ``tolerance`` below the line.
+    Returns:
+        The model, in bytes.
+
+    Raises:
+        ValueError: there is no GPU and ``allocated`` or ``limit`` is missing; or the peaks do not
+            grow with the rows, or lie further than ``tolerance`` below the line.
     """
     expect_share("share", share)
     if (allocated is None or limit is None) and not torch.cuda.is_available():

@@ -106,12 +106,20 @@ Write = Callable[[Mapping[str, float], int], object]
 def log_to(*writers: Any, every: int = 1) -> StepLogger:
     """Return a callback that writes what steps did: ``log(step, iteration)`` after each of them.
 
-    A writer has ``add_scalar(name, value, step)``, as TensorBoard's does, or ``log(metrics,
-    step=)``, as a run of W&B and an Accelerator do, or is a function of (metrics, step). ``every``:
-    means over so many steps are written. Give writers on the rank that logs: others pass none, and
-    nothing is communicated.
+    Nothing is communicated.
 
-    Raises ValueError for other writers."""
+    Args:
+        *writers: each has ``add_scalar(name, value, step)``, as TensorBoard's does, or
+            ``log(metrics, step=)``, as a run of W&B and an Accelerator do, or is a function of
+            (metrics, step). Give them on the rank that logs: others pass none.
+        every: means over so many steps are written.
+
+    Returns:
+        The callback.
+
+    Raises:
+        ValueError: another writer.
+    """
     return StepLogger([_write_of(writer) for writer in writers], every)
 
 

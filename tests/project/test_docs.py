@@ -23,6 +23,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
+import inspect
 import re
 import runpy
 import shlex
@@ -37,6 +38,7 @@ from support import readme_example
 from support.doc_blocks import run_blocks, run_on_rank
 from support.ranks import Finished, run_alone, run_module, run_ranks
 
+import hcp
 from hcp.step.stats import StepStats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -407,6 +409,31 @@ def test_what_a_page_names_of_hcp_exists(page: Path) -> None:
 
 
 WORDS = set(re.findall(r"[a-z_]+", SOURCES))
+
+
+# ---- Docstrings ----------------------------------------------------------------------------------
+
+CALLED = {name: value for name in hcp.__all__ if inspect.isfunction(value := getattr(hcp, name))}
+CALLED |= {
+    f"cp.{name}": value
+    for name, value in vars(hcp.ContextParallelHandler).items()
+    if not name.startswith("_")
+    and inspect.isfunction(value)
+    and inspect.signature(value).parameters
+}
+BRIEF = {"cp.arrive", "cp.pin", "cp.halo_rows", "cp.head_slice", "cp.get_rotary_seq_len"}
+"""Methods whose one sentence names what they take."""
+BRIEF |= {"cp.get_emb_on_this_cp_rank"}
+
+
+@pytest.mark.parametrize("name", sorted(CALLED.keys() - BRIEF))
+def test_a_docstring_names_each_parameter_and_what_comes_back(name: str) -> None:
+    text = inspect.getdoc(CALLED[name]) or ""
+    part = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    named = re.findall(r"^    \*{0,2}(\w+): ", part, re.MULTILINE)
+    assert named == [each for each in inspect.signature(CALLED[name]).parameters if each != "self"]
+    nothing = inspect.signature(CALLED[name]).return_annotation == "None"
+    assert nothing or "\nReturns:\n    " in text
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
