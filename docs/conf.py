@@ -1,8 +1,8 @@
 """The documentation as a site: `make docs`.
 
 Sphinx reads the tree itself, so that links between pages, results and sources stay as they are on
-disk. What GitHub would show as bare directives is added here: the lists of pages, the README's parts
-on the front page, a page for each public name, and the links of names in backticks.
+disk. What GitHub would show as bare directives is added here: the lists of pages, the README's
+parts on the front page, a page for each public name, and the links of names in backticks.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ highlight_language = "text"
 
 # Docstrings write names in single backticks, too.
 default_role = "code"
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
@@ -215,7 +216,8 @@ def page_of(name: str) -> str:
         return "\n".join((*title, f".. autofunction:: hcp.{name}", ""))
     methods = [f"   ~hcp.{name}.{each}" for each in methods_of(value)]
     table = [".. autosummary::", "   :nosignatures:", "", *methods, ""] if len(methods) > 3 else []
-    shown = [f".. autoclass:: hcp.{name}", "   :members:", "   :inherited-members: dict, tuple, Exception, Module"]
+    foreign = "   :inherited-members: dict, tuple, Exception, Module"
+    shown = [f".. autoclass:: hcp.{name}", "   :members:", foreign]
     return "\n".join((*title, *table, *shown, ""))
 
 
