@@ -97,6 +97,7 @@ CONTENTS = {
         "guides/gpus",
         "guides/comparison",
         "guides/pitfalls",
+        "guides/known-faults",
         "guides/faq",
     ],
     "Concepts": [
