@@ -88,8 +88,11 @@ def of_words(text: str, source: str) -> list[int]:
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
     for i, word in enumerate(words):
         # Python makes no int of thousands of digits.
-        if not word.isdecimal() or len(word) > 18 or int(word) == 0:
-            raise ValueError(f"{source}: [{i}] is {word!r:.40}, expected lengths in tokens, >= 1")
+        if not word.isdecimal() or len(word) > 18 or word.startswith("0"):
+            raise ValueError(
+                f"{source}: [{i}] is {word!r:.40}, expected lengths in tokens, >= 1, without "
+                "commas in them or zeros before them"
+            )
     return [int(word) for word in words]
 
 
@@ -152,7 +155,7 @@ def columns_of(kind: str, source: str, column: str | None) -> Iterator[tuple[str
             warnings.filterwarnings("error", "Length of header")  # rows with more fields than that
             for some in opened(**options).with_format("arrow").iter(ROWS):
                 yield name, some.column(name)
-    except (ValueError, DatasetsError, Warning) as error:  # also pandas' and Arrow's
+    except (ValueError, OverflowError, DatasetsError, Warning) as error:  # also pandas' and Arrow's
         place = "" if str(error).startswith(source) else f"{source}: "
         raise ValueError(f"{place}{' '.join(str(error).split())}") from None
 

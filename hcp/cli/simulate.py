@@ -506,7 +506,8 @@ class Simulation(NamedTuple):
 
     def picture(self) -> str:
         """Draw the first batch as SVG, as packed static CP and hcp plan it."""
-        plans = {name: self.plans[0][name] for name in ("static CP", "hcp")}
+        batch = f"batch 1 of {len(self.plans)}"
+        plans = {f"{name}, {batch}": self.plans[0][name] for name in ("static CP", "hcp")}
         return timeline_svg(plans, unit=self.unit, width=900, height=240)
 
     def _repr_svg_(self) -> str:

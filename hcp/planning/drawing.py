@@ -177,14 +177,12 @@ def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
     boxes = timeline(plan)
     end, bottom = scale.x(plan.makespan), scale.y(plan.ranks)
     yield _rect(scale.left, scale.top, end - scale.left, bottom - scale.top, "rows")
-    parts = [part for box in boxes for part in _sequences(plan, box, scale)]
-    yield from (part for part in parts if not part.startswith("<text"))
     x = scale.x(bound)
+    yield from (part for box in boxes for part in _sequences(plan, box, scale, x))
     yield (
         f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
-    yield from (part for part in parts if part.startswith("<text"))  # above the line
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
     for rank, idle in enumerate(idle_shares(plan, boxes)):
         y, height = scale.y(rank), scale.per_rank
@@ -196,8 +194,8 @@ def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
             yield _text(width - RIGHT + 38, middle, f"{idle:.0%}", "small", "end")
 
 
-def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:
-    """The sequences of a group, one after the other, over its ranks."""
+def _sequences(plan: Plan, box: Box, scale: _Scale, line: float) -> Iterator[str]:
+    """The sequences of a group, one after the other, over its ranks. No label is on the line."""
     y, height = scale.y(box.first_rank), box.degree * scale.per_rank
     last = box.first_rank + box.degree - 1
     ranks = f"rank {last}" if box.degree == 1 else f"ranks {box.first_rank} to {last}"
@@ -206,11 +204,20 @@ def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:
         tokens = plan.lengths[s]
         what = f"sequence {s}: {tokens:,} tokens, CP {box.degree}, {ranks}, micro-batch "
         yield _rect(x, y, wide, height, "box", f"{what}{box.micro_batch}", box.degree)
+        x, wide = _beside(line, x, wide)
         for label in (f"{box.degree} | {tokens:,}", f"{box.degree}"):
             if height >= 11 and wide >= CHARACTER * len(label) + 4:
                 style = "light" if box.degree >= DARK_FROM else ""
                 yield _text(x + wide / 2, y + height / 2 + 4, label, style, "middle")
                 break
+
+
+def _beside(line: float, x: float, wide: float) -> tuple[float, float]:
+    """The wider part of a box that a line divides, else all of it: its left end and its width."""
+    before, after = line - x, x + wide - line
+    if before <= 0 or after <= 0:
+        return x, wide
+    return (x, before) if before >= after else (line, after)
 
 
 def _axis(longest: int, unit: float | None, top: float, width: int) -> Iterator[str]:

@@ -44,7 +44,9 @@ def test_the_picture_of_plans_has_the_numbers_that_simulate_prints(
     assert len(printed) == 3
     printed = [row for row in printed if row[0] != "packing only"]
     drawn = (FOLDER / "plan.svg").read_text(encoding="utf-8")
-    titles = re.findall(r'class="title" text-anchor="start">(.*?): x (\d\.\d\d), idle', drawn)
+    titles = re.findall(
+        r'class="title" text-anchor="start">(.*?), batch 1 of 1: x (\d\.\d\d), idle', drawn
+    )
     assert titles == printed
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"`hcp simulate {options}`" in readme
