@@ -33,7 +33,7 @@
 
 /* The release of this header. */
 #define HCP_VERSION_MAJOR 0
-#define HCP_VERSION_MINOR 2
+#define HCP_VERSION_MINOR 3
 
 #include <stddef.h>
 #include <stdint.h>
