@@ -102,8 +102,8 @@ static hcp_status spans_create(const hcp_plan *plan, const hcp_group *group, int
   count_spans(plan, group, &spans, &documents);
   *all = (group_spans){.group = group, .place = rank - group->first_rank};
   size_t counts = 2 * (size_t)group->degree;
-  all->held = malloc((size_t)spans * (sizeof *all->held + sizeof *all->own) +
-                     ((size_t)documents + 1 + counts) * sizeof(int64_t));
+  all->held = calloc(1, (size_t)spans * (sizeof *all->held + sizeof *all->own) +
+                            ((size_t)documents + 1 + counts) * sizeof(int64_t));
   if (all->held == NULL)
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %lld spans", (long long)spans);
   all->own = (standing *)(all->held + spans);
@@ -321,7 +321,7 @@ static void append_levels(const group_spans *all, reach *reaches, int64_t n, int
 
 static int append_gathering(const group_spans *all, int64_t padded, hcp__lists *lists) {
   size_t spans = (size_t)all->own_count + 1;
-  reach *reaches = malloc(spans * (sizeof *reaches + sizeof(int64_t)));
+  reach *reaches = calloc(spans, sizeof *reaches + sizeof(int64_t));
   if (reaches == NULL) return 0;
   int64_t *entering = (int64_t *)(reaches + spans), n = find_reaches(all, padded, reaches);
   for (int32_t j = 0; j < all->group->degree; j++) all->counts[j] = -1;
