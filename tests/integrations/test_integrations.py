@@ -75,7 +75,7 @@ INTEGRATIONS = {
 
 EXPECTED = {
     "accelerate": 'expected 1.15.0, which hcp was tested with: pip install "accelerate>=1.15"',
-    "lightning": 'expected 2.6.0 or 2.6.6, which hcp was tested with: pip install "lightning>=2.6"',
+    "lightning": 'expected 2.6.6, which hcp was tested with: pip install "lightning>=2.6"',
     "megatron-core": "expected 0.16.1 or 0.19.2, which hcp was tested with: "
     'pip install "megatron-core>=0.16"',
     "torchtitan": 'expected 0.3.0, which hcp was tested with: pip install "torchtitan>=0.3"',
