@@ -11,7 +11,6 @@ import json
 import logging
 import struct
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEAD = struct.Struct("<9sQBQQ")
 
 HELP = (
-    "a file of lengths: numbers separated by spaces, commas or lines; CSV, Parquet or JSON lines "
-    "with a column of lengths or of tokens; Megatron's .idx, whose documents count; - for standard "
-    "input"
+    "a file of lengths: numbers separated by spaces, commas or lines; CSV, JSON lines or Parquet "
+    "(by the package datasets) with a column of lengths or of tokens; Megatron's .idx, whose "
+    "documents count; - for standard input"
 )
 
 
@@ -37,7 +36,7 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
     ``column``: that of CSV or Parquet, or the field of JSON lines; by default the first of FIELDS
     that there is. Rows and lines are read one after the other: only their lengths are kept. Raises
     ValueError with the file and the place if it cannot be read so, for a file of no lengths, and
-    for CSV with columns and Parquet where the package datasets, which reads them, is missing.
+    for Parquet where the package datasets, which reads it, is missing.
     """
     try:
         lengths = _read(source, column)
@@ -52,9 +51,10 @@ def _read(source: str, column: str | None) -> list[int]:
     if source.endswith(".idx"):
         return of_megatron(Path(source).read_bytes(), source)
     if source.endswith(".parquet"):
-        return list(of_table("parquet", source, column))
-    if source.endswith(".csv") and (column is not None or has_header(source)):
-        return list(of_table("csv", source, column))
+        return list(of_parquet(source, column))
+    if source.endswith(".csv"):
+        with Path(source).open(encoding="utf-8-sig", newline="") as lines:
+            return list(of_csv(lines, source, column))
     if source.endswith(".jsonl"):
         # Text may hold what else Python takes for the end of a line.
         with Path(source).open(encoding="utf-8-sig", newline="\n") as lines:
@@ -64,19 +64,6 @@ def _read(source: str, column: str | None) -> list[int]:
     if text.lstrip().startswith("{"):
         return list(of_json_lines(text.split("\n"), source, column))
     return of_words(text, source)
-
-
-def has_header(source: str) -> bool:
-    """Whether the first line of CSV has something else than numbers."""
-    return not all(word.strip().isdecimal() for word in header_of(source))
-
-
-def header_of(source: str) -> list[str]:
-    with Path(source).open(encoding="utf-8-sig", newline="") as file:
-        try:
-            return next(csv.reader(file), [])
-        except csv.Error as error:
-            raise ValueError(f"{source}: {error}") from None
 
 
 def of_words(text: str, source: str) -> list[int]:
@@ -116,21 +103,73 @@ def of_record(line: str, place: str, field: str | None) -> int:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def of_table(kind: str, source: str, column: str | None) -> Iterator[int]:
-    """Yield the lengths that a column tells. ``kind``: "csv" or "parquet"."""
+def of_csv(lines: Iterable[str], source: str, column: str | None) -> Iterator[int]:
+    """Yield the lengths of CSV: those of a column, or, where no row names columns, of one row of
+    lengths or of a row for each."""
+    rows = cells(lines, source)
+    names = next(rows, [])
+    if column is None and all(word.strip().isdecimal() for word in names):
+        yield from of_rows_without_names(itertools.chain([names], rows), source)
+        return
+    name = chosen(dict.fromkeys(names), column, source, "columns")
+    if names.count(name) > 1:
+        raise ValueError(f"{source} has {names.count(name)} columns {name}, expected one")
+    at = names.index(name)
+    for n, row in enumerate(rows):
+        if len(row) != len(names):
+            raise ValueError(
+                f"{source}: row {n} has {len(row)} fields, expected {len(names)}: one a column"
+            )
+        yield length_of(value_of(row[at]), f"{source}: row {n}", name)
+
+
+def cells(lines: Iterable[str], source: str) -> Iterator[list[str]]:
+    """Yield the rows of CSV that are not empty. Cells may hold lists of millions of tokens."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield from filter(None, csv.reader(lines))
+    except csv.Error as error:
+        raise ValueError(f"{source}: {error}") from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def of_rows_without_names(rows: Iterator[list[str]], source: str) -> Iterator[int]:
+    first, second = next(rows), next(rows, None)
+    if second is not None and len(first) > 1:
+        raise ValueError(
+            f"{source} has {len(first)} columns and no names for them, expected names in its first "
+            "row, or a column alone: lengths over several lines are read from a file whose name "
+            "ends in .txt"
+        )
+    for n, row in enumerate(itertools.chain([first], filter(None, [second]), rows)):
+        yield from of_words(",".join(row), f"{source}: row {n}")
+
+
+def value_of(cell: str) -> Any:
+    """The number or the list that a cell of CSV spells, or its text."""
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    return found if isinstance(found, int | list) else cell
+
+
+def of_parquet(source: str, column: str | None) -> Iterator[int]:
+    """Yield the lengths that a column of Parquet tells."""
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(
-            f"{source}: columns of CSV and Parquet are read by the package datasets, which is not "
-            "installed: python -m pip install datasets"
+            f"{source}: Parquet is read by the package datasets, which is not installed: "
+            "python -m pip install datasets"
         )
     row = 0
-    for name, values in columns_of(kind, source, column):
+    for name, values in columns_of(source, column):
         for value in lengths_in(values, f"{source}: row {row}", name):
             yield length_of(value, f"{source}: row {row}", name)
             row += 1
 
 
-def columns_of(kind: str, source: str, column: str | None) -> Iterator[tuple[str, Any]]:
+def columns_of(source: str, column: str | None) -> Iterator[tuple[str, Any]]:
     """Yield (its name, some rows of it as an array of Arrow's) of the column that tells lengths."""
     import datasets
     from datasets.exceptions import DatasetsError
@@ -142,20 +181,15 @@ def columns_of(kind: str, source: str, column: str | None) -> Iterator[tuple[str
     def opened(**options: Any) -> Any:
         files = glob.escape(source)
         return datasets.load_dataset(
-            kind, data_files=files, split="train", streaming=True, **options
+            "parquet", data_files=files, split="train", streaming=True, **options
         )
 
     try:
-        names = header_of(source) if kind == "csv" else opened().column_names
-        name = chosen(dict.fromkeys(names), column, source, "columns")
-        options: dict[str, Any] = {"columns": [name], "batch_size": ROWS}
-        if kind == "csv":
-            options = {"index_col": False, "chunksize": ROWS}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Length of header")  # rows with more fields than that
-            for some in opened(**options).with_format("arrow").iter(ROWS):
-                yield name, some.column(name)
-    except (ValueError, OverflowError, DatasetsError, Warning) as error:  # also pandas' and Arrow's
+        name = chosen(dict.fromkeys(opened().column_names), column, source, "columns")
+        read = opened(columns=[name], batch_size=ROWS).with_format("arrow")
+        for some in read.iter(ROWS):
+            yield name, some.column(name)
+    except (ValueError, OverflowError, DatasetsError) as error:  # also Arrow's
         place = "" if str(error).startswith(source) else f"{source}: "
         raise ValueError(f"{place}{' '.join(str(error).split())}") from None
 
@@ -166,20 +200,12 @@ def lengths_in(values: Any, place: str, name: str) -> list[Any]:
 
     kind = values.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        length_of(values.slice(0, 1).to_pylist()[0], place, name)
+        first = values.slice(0, 1).to_pylist()[0]
+        length_of([[]] if types.is_nested(kind.value_type) else first, place, name)
         counted: list[Any] = compute.list_value_length(values).to_pylist()
         return counted
-    found = values.to_pylist()
-    return [as_list(value) if isinstance(value, str) else value for value in found]
-
-
-def as_list(text: str) -> Any:
-    """The list that a cell of CSV spells, or the text."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, list) else text
+    plain: list[Any] = values.to_pylist()
+    return plain
 
 
 # ---- Megatron's index ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -255,6 +255,12 @@ class LoopbackGroups:
 
     def rank(self, role: str) -> int:
         return self.transport.rank if role == "dp_cp" else self._unknown(role)
+
+    def planning_lane(self) -> NoReturn:
+        raise ValueError(
+            "hcp.loopback has no group of its own for plans that are made ahead: "
+            "expected a config with plan_ahead=0"
+        )
 
     def _unknown(self, role: str) -> int:
         raise ValueError(f"role is {role!r}, expected 'dp_cp': loopback has the domain only")

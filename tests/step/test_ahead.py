@@ -217,3 +217,9 @@ if __name__ == "__main__":
     parser.add_argument("--store")
     arguments = parser.parse_args()
     leave(arguments.rank, arguments.store)
+
+
+def test_ranks_that_are_threads_make_no_plans_ahead() -> None:
+    with pytest.raises(ValueError, match=r"hcp\.loopback has no group .* plan_ahead=0"):
+        hcp.loopback(2, lambda groups: next(iter(loader_of(groups, 1))))
+    hcp.loopback(2, lambda groups: next(iter(loader_of(groups, 0))))
