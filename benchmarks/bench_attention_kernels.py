@@ -9,12 +9,11 @@ Columns:
     torch     milliseconds of PyTorch's FlashAttention-2, forward and backward
     others    the same divided by those of the family: above 1 where it is faster; "first, ms": its
               first call of such a pack, forward and backward, in which a library compiles or plans
-    auto      the families that the backend `auto` picks forward and backward by its table, without
-              a measurement
+    keys      the keys that a query sees on average, by which ``hcp.attention.kernels.order`` goes
+    auto      the families that the backend `auto` picks forward and backward, and their share of
+              the fastest one's speed
 
-Last come the ratios as rows of ``hcp.attention.kernels.speeds.MEASURED``. The packs are those of
-that table, those of ``trial.PACKS``, and others between them. A family that fails is named, and
-left out from there on.
+A family that fails is named, and left out from there on.
 """
 
 from __future__ import annotations
@@ -29,14 +28,17 @@ import torch
 from common.flags import end_after, parser_of
 from torch import Tensor
 
-from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, fastest, kernels_of
+from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, auto, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
-from hcp.attention.kernels.present import CHOOSING
-from hcp.attention.kernels.speeds import MEASURED, Speed
-from hcp.attention.kernels.trial import PACKS
+from hcp.attention.kernels.order import keys_of_a_query
 from hcp.exchange.tables import Entry
 
-BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
+PACKS = [
+    *[(65536,), (32768, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128), (8192,)],
+    *[(4096, 2048, 1024, 512, 256, 128, 64, 64), (4096,) * 2, (4096,), (2048,) * 16, (2048,) * 4],
+    *[(2048,), (1024,) * 64, (1024,) * 8, (512,) * 128, (512,) * 16, (256,) * 256],
+    *[(128,) * 512, (128,) * 64],
+]
 REPEATS, ROUNDS = 3, 3
 SCALE = 128**-0.5
 TOLERANCE = 0.05
@@ -52,12 +54,10 @@ def main() -> None:
     kernels = found()
     print(f"{'':24}{'torch':>16}" + "".join(f"{name:>24}" for name in kernels))
     columns = f"{'fwd':>7}{'bwd':>7}{'first, ms':>10}" * len(kernels)
-    print(f"{'pack':24}{'fwd, ms':>8}{'bwd, ms':>8}{columns}  auto picks")
-    tables = (speed.lengths for of in MEASURED.values() for rows in of.values() for speed in rows)
-    speeds: dict[str, list[Speed]] = {name: [] for name in kernels}
-    for lengths in dict.fromkeys([*tables, *PACKS, *BETWEEN]):
-        print_pack(lengths, kernels, speeds, args)
-    print_rows(speeds)
+    print(f"{'pack':24}{'fwd, ms':>8}{'bwd, ms':>8}{columns}{'keys':>8}  auto picks")
+    names = [*kernels]
+    for lengths in PACKS:
+        print_pack(lengths, kernels, names, args)
 
 
 def found() -> dict[str, Kernel]:
@@ -66,7 +66,7 @@ def found() -> dict[str, Kernel]:
     kernels = {}
     for name, family in FAMILIES.items():
         missing = family.package is not None and family.version is None
-        if name == "torch" or name in CHOOSING or missing:
+        if name in ("torch", "auto") or missing:
             continue
         try:
             kernels[name] = kernels_of(name, device)[0]
@@ -110,9 +110,10 @@ class Pack(NamedTuple):
 def print_pack(
     lengths: tuple[int, ...],
     kernels: dict[str, Kernel],
-    speeds: dict[str, list[Speed]],
+    names: Sequence[str],
     args: argparse.Namespace,
 ) -> None:
+    """``kernels``: those that did not fail, of ``names``."""
     heads, key_heads = args.heads
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
@@ -134,7 +135,8 @@ def print_pack(
     row["torch bwd, ms"] = alone[1]
     line = f"{name_of_pack:24}{alone[0]:8.3f}{alone[1]:8.3f}"
     failed = []
-    for name in speeds:
+    all_gains = {"torch": [1.0, 1.0]}
+    for name in names:
         if name not in kernels:
             line += f"{'-':>7}{'-':>7}{'-':>10}"
             continue
@@ -147,35 +149,27 @@ def print_pack(
             line += f"{'-':>7}{'-':>7}{'-':>10}"
             del kernels[name]
             continue
-        speeds[name].append(Speed(lengths, *gains))
+        all_gains[name] = gains
         line += f"{gains[0]:7.2f}{gains[1]:7.2f}{first:10.0f}"
         row |= {f"{name} fwd": gains[0], f"{name} bwd": gains[1], f"{name} first, ms": first}
-    row["auto picks"] = picked(flash2.launches[0], query, value)
-    print("\n".join([f"{line}  {row['auto picks']}", *failed]), flush=True)
+    call = Call(flash2.launches[0], query, value, False, False)
+    row |= {"keys": keys_of_a_query(call), "auto picks": picked(call, all_gains)}
+    print("\n".join([f"{line}{row['keys']:8.0f}  {row['auto picks']}", *failed]), flush=True)
     args.json.add(row)
 
 
-def print_rows(speeds: dict[str, list[Speed]]) -> None:
-    """Ratios as Python, to paste into ``speeds.MEASURED``."""
-    capability = torch.cuda.get_device_capability()
-    print(f"\nRows of hcp/attention/kernels/speeds.py for {capability}:")
-    for name, measured in speeds.items():
-        print(f'        "{name}": (')
-        for speed in measured:
-            lengths = speed.lengths
-            same = len(lengths) > 1 and len(set(lengths)) == 1
-            shown = f"({lengths[0]},) * {len(lengths)}" if same else repr(lengths)
-            print(f"            Speed({shown}, {speed.forward:.2f}, {speed.backward:.2f}),")
-        print("        ),")
-
-
-def picked(launch: Launch, query: Tensor, value: Tensor) -> str:
-    """The families that `auto` picks forward and backward."""
-    kernel = fastest.for_device(query.device)[0]
-    if not isinstance(kernel, fastest.Fastest):
+def picked(forward: Call, gains: dict[str, list[float]]) -> str:
+    """The families that `auto` picks forward and backward, and their share of the fastest's speed.
+    ``gains``: of each family over torch's, forward and backward."""
+    kernel = auto.for_device(forward.query.device)[0]
+    if not isinstance(kernel, auto.Auto):
         return "torch, torch"
-    calls = (Call(launch, query, value, backward, False) for backward in (False, True))
-    return ", ".join(kernel.choose(call).family for call in calls)
+    shown = []
+    for way, call in enumerate((forward, forward._replace(backward=True))):
+        family = kernel.choose(call).family
+        share = gains[family][way] / max(gain[way] for gain in gains.values())
+        shown.append(f"{family} ({share:.2f})")
+    return ", ".join(shown)
 
 
 def compared(pack: Pack, expected: list[Tensor]) -> float:

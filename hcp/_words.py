@@ -6,14 +6,11 @@ from typing import Literal
 
 Backend = Literal[
     "auto",
-    "flash",
-    "fused",
     "torch",
     "cudnn",
     "flash_attn",
     "flash_attn_4",
     "flash_attn_3",
-    "te_fused",
     "transformer_engine",
 ]
 """Whose code computes attention: what hcp comes with, of ``hcp.step.backends.BACKENDS``."""

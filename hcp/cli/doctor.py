@@ -23,6 +23,7 @@ from hcp.cli.arguments import new_parser
 
 if TYPE_CHECKING:
     from hcp.attention.kernels import Kernel
+    from hcp.attention.kernels.present import Found
 
 EXTRAS = {
     "matplotlib": "the demo's picture of losses",
@@ -229,7 +230,6 @@ def attention() -> Iterator[Finding]:
     import torch
 
     from hcp.attention.kernels import kernels_of
-    from hcp.attention.kernels.present import CHOOSING
     from hcp.step.backends import BACKENDS
 
     part = "attention"
@@ -237,8 +237,8 @@ def attention() -> Iterator[Finding]:
     for kernel in dict.fromkeys(found):
         yield of_torch(part, kernel)
     for name in BACKENDS:
-        if name in CHOOSING:
-            yield from of_choosing(part, name)
+        if name == "auto":
+            yield from of_auto(part)
         elif name != "torch":
             yield of_backend(part, name)
 
@@ -289,37 +289,46 @@ def of_backend(part: str, name: str) -> Finding:
     return Finding(part, name, says, True)
 
 
-def of_choosing(part: str, name: str) -> Iterator[Finding]:
-    """What it chooses on each kind of GPU that is here, and what another package would bring."""
-    from hcp.attention.kernels.explained import advice, explained
+def of_auto(part: str) -> Iterator[Finding]:
+    """What it chooses between on each kind of GPU that is here."""
+    from hcp.attention.kernels.auto import explained
     from hcp.attention.kernels.present import dotted, survey
-    from hcp.attention.kernels.speeds import MEASURED
 
     lacks = lacks_gpu()
     if lacks is not None:
-        yield of_choosing_without_gpu(part, name, lacks)
+        yield Finding(part, "auto", f"what torch does: {lacks}", True)
         return
     try:
         there_are = capabilities()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        yield Finding(part, name, f"it goes by the GPU, which the driver does not name: {error}")
+        yield Finding(part, "auto", f"it goes by the GPU, which the driver does not name: {error}")
         return
     for capability in there_are:
-        found = survey(name, capability)
-        there = [each.family for each in found if each.lacks is None]
-        measured = MEASURED.get(capability, {})
-        yield Finding(part, name, explained(capability, found, measured), bool(there))
-        if name == "auto":
-            for line in advice(capability, there):
-                yield Finding(part, f"auto on {dotted(capability)}", line)
+        found = survey(capability)
+        yield Finding(part, "auto", explained(capability, found), True)
+        for line in advice(capability, found):
+            yield Finding(part, f"auto on {dotted(capability)}", line)
 
 
-def of_choosing_without_gpu(part: str, name: str, lacks: str) -> Finding:
+BRINGS = {
+    "flash_attn_4": "which is the fastest for long sequences",
+    "cudnn": "which is the fastest for sequences of some hundred tokens",
+    "flash_attn": "which has torch's kernels with soft-capping",
+}
+"""What the package of a family brings to "auto"."""
+
+
+def advice(capability: tuple[int, int], found: Sequence[Found]) -> list[str]:
+    """The packages to install, with what they bring on a GPU of this compute capability. That of
+    soft-capping only where no other brings it."""
     from hcp.attention.kernels import FAMILIES
 
-    if FAMILIES[name].capability > (0, 0):
-        return Finding(part, name, lacks, False)
-    return Finding(part, name, f"what torch does: {lacks}", True)
+    missing = {each.family for each in found if each.lacks is not None}
+    running = [name for name in BRINGS if FAMILIES[name].runs_on(capability)]
+    lines = {name: f"install {FAMILIES[name].package}, {BRINGS[name]}" for name in running}
+    if len(lines) > 1:
+        del lines["flash_attn"]
+    return [line for name, line in lines.items() if name in missing]
 
 
 def capabilities() -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hcp
 from hcp.attention.kernels import FAMILIES
-from hcp.attention.kernels.fastest import computing
+from hcp.attention.kernels.auto import computing
 from hcp.demo.training import Trainer, build_model, forward_step
 from hcp.planning.limits import rows_up_to
 from hcp.programs.data import VOCABULARY_SIZE

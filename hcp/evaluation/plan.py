@@ -35,7 +35,7 @@ from hcp.planning.mask import MasksFor
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.ahead import Read, steps_of
-from hcp.step.dispatch import Passage, Step, agree_on_kernels, dispatch, gather_lengths
+from hcp.step.dispatch import Passage, Step, dispatch, gather_lengths
 from hcp.step.fields import Rules
 from hcp.step.handler import ContextParallelHandler
 
@@ -294,7 +294,6 @@ class EvalPlan:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         self._check_not_finished()
         expect_size("plan_ahead", plan_ahead, "steps", least=0)
-        agree_on_kernels(self.groups, handler_cls)
         options |= {"fields": fields, "handler_cls": handler_cls}
         batches = range(self._next, -(-self.num_samples // self.global_batch_size))
         shares = ((k, Read(dataset[i] for i in self._own(k))) for k in batches)

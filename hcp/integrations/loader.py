@@ -40,7 +40,6 @@ from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import (
     Passage,
     Step,
-    agree_on_kernels,
     dispatch,
     gather_lengths,
     gather_or_raise,
@@ -273,7 +272,6 @@ class DynamicCPCollator:
     def __call__(self, items: Any) -> Step:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
         rank."""
-        agree_on_kernels(self.groups, self.config.dispatch_options()["handler_cls"])
         step = self.step_of(self.samples_of(items), Passage.of(self.groups))
         step.arrive()
         return step

@@ -14,7 +14,7 @@ from hcp._ranges import ranged
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.ahead import PlanAhead, PlanningTime
 from hcp.step.config import Config
-from hcp.step.dispatch import Passage, Step, agree_on_kernels
+from hcp.step.dispatch import Passage, Step
 
 Item = TypeVar("Item")
 Share = TypeVar("Share")
@@ -68,7 +68,6 @@ def planned_steps(
     Returns:
         A generator of :class:`hcp.Step`.
     """
-    agree_on_kernels(groups, config.dispatch_options()["handler_cls"])
     yield from steps_of(shares, make, groups, config.plan_ahead)
 
 

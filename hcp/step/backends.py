@@ -21,12 +21,13 @@ import torch.distributed as dist
 from hcp._validate import expect_items
 from hcp._words import CommType
 from hcp.attention.comm_types import COMM_TYPES
-from hcp.attention.kernels import FAMILIES, INSTALL_TE, KernelFamily, version_of
-from hcp.attention.kernels.present import CHOOSING, among
+from hcp.attention.kernels import FAMILIES, KernelFamily, version_of
 from hcp.errors import HcpError
 from hcp.step.handler import ContextParallelHandler
 
 HandlerClass = type[ContextParallelHandler]
+
+INSTALL_TE = "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
 
 
 class HandlerBackend(NamedTuple):
@@ -95,16 +96,13 @@ def get_cp_handler_cls(
 
     ``backend`` is one of
 
-    - "auto": for every call the fastest kernel that is installed and takes the call; on CPUs what
-      "torch" is. Which one that is, measurements say; it is logged once.
-    - "flash": the same among FlashAttention 2, 3 and 4.
-    - "fused": the same among cuDNN's kernels, on CUDA.
+    - "auto": for every call the first of the installed kernels that takes it, in an order that was
+      measured; on CPUs what "torch" is. What is there is logged once.
     - "torch": PyTorch's kernels: FlashAttention-2 on CUDA.
     - "cudnn": cuDNN's packed attention by nvidia-cudnn-frontend, on Hopper and Blackwell.
     - "flash_attn": the package of this name, on CUDA.
     - "flash_attn_3": the package flash-attn-3, on Hopper.
     - "flash_attn_4": the package flash-attn-4, on Hopper or later.
-    - "te_fused": Transformer Engine's fused attention, whose keys hcp moves, on Hopper or later.
     - "transformer_engine": its DotProductAttention, which exchanges keys itself.
     - a name given to :func:`hcp.register_backend`.
 
@@ -157,16 +155,13 @@ def is_rank() -> bool:
 
 
 def _missing(backend: str) -> HcpError | None:
-    """The error of a backend whose packages are not installed. None: one of them is."""
-    names = among(backend) if backend in CHOOSING else [backend]
-    rows = [BACKENDS[name] for name in names]
-    if any(row.package is None or row.version is not None for row in rows):
+    """The error of a backend whose package is not installed. None: it is, or there is none."""
+    row = BACKENDS[backend]
+    if row.package is None or row.version is not None:
         return None
-    packages = " or ".join(str(row.package) for row in rows)
-    ways = ", or ".join(row.install for row in rows)
     return HcpError(
-        f"the backend {backend!r} needs the package {packages}, which is not installed: {ways}, or "
-        "use the backend 'auto'",
+        f"the backend {backend!r} needs the package {row.package}, which is not installed: "
+        f"{row.install}, or use the backend 'auto'",
         code="backend-missing",
     )
 

@@ -21,7 +21,7 @@ from hcp._validate import expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
-from hcp.attention.kernels import agreed, fastest, present
+from hcp.attention.kernels.auto import computing
 from hcp.errors import HcpError
 from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.layout import rows_may_vary
@@ -519,8 +519,6 @@ def dispatch(
         HcpError: ranks differ, another rank refused, or a peer is gone.
     """
     transport = groups.transport
-    if passage is None:
-        agree_on_kernels(groups, handler_cls)
     carrier, step = passage or Passage.of(groups)
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
@@ -594,13 +592,6 @@ def dispatch(
     return Step(plan, micro_batches, loss_tokens.count, loaded_by, transport.rank)
 
 
-def agree_on_kernels(groups: Groups, handler_cls: type[ContextParallelHandler]) -> None:
-    """Agree on the speeds of kernels, where handlers of this class choose by them. Every rank of
-    the domain calls it, on the thread whose layers run."""
-    if _chooses_kernels(handler_cls):
-        agreed.agree(groups.transport)
-
-
 def _tell_of_other_kernels(
     plan: Plan, handler_cls: type[ContextParallelHandler], transport: Transport
 ) -> None:
@@ -609,7 +600,7 @@ def _tell_of_other_kernels(
     own = handler_cls.attention is ContextParallelHandler.attention
     if transport.rank > 0 or not plan.kernels or not own:
         return
-    here = tuple(fastest.computing(handler_cls.kernel_family, transport.device))
+    here = tuple(computing(handler_cls.kernel_family, transport.device))
     with _lock:
         if here == plan.kernels or (plan.kernels, here) in _told:
             return
@@ -622,8 +613,3 @@ def _tell_of_other_kernels(
         ", ".join(here),
         handler_cls.kernel_family,
     )
-
-
-def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:
-    own = handler_cls.attention is ContextParallelHandler.attention
-    return own and handler_cls.kernel_family in present.CHOOSING

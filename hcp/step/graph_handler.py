@@ -41,12 +41,12 @@ class GraphHandler:
         sequences: int,
         max_seqlen: int | None = None,
         ranks: int = 1,
-        backend: Literal["flash", "torch", "flash_attn", "flash_attn_3", "flash_attn_4"] = "flash",
+        backend: Literal["auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4"] = "auto",
     ) -> None:
         """``rows``: of a rank in every micro-batch, at most. ``sequences``: that a rank has tokens
         of, at most. ``max_seqlen``: tokens of the longest, default rows * ranks. ``ranks``: of a
         block of the domain, within which each sequence is computed. ``backend``: the FlashAttention
-        for bfloat16 and float16, "flash" being the fastest that is installed; float32 and float64
+        for bfloat16 and float16, "auto" being the fastest that is installed; float32 and float64
         use the formula over all pairs of rows, for tests.
 
         Raises ValueError for numbers below 1, and for ranks that do not divide the domain. The

@@ -192,7 +192,7 @@ def test_a_build_under_another_name_is_found_by_its_module(
     (tmp_path / "flash_attn_interface.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     assert FAMILY.version == "of unknown version"
-    (found,) = (each for each in survey("auto", (9, 0)) if each.family == "flash_attn_3")
+    (found,) = (each for each in survey((9, 0)) if each.family == "flash_attn_3")
     assert (found.lacks, found.shown) == (
         None,
         "flash_attn_3 (flash-attn-3 of unknown version)",

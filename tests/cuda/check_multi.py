@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from itertools import product
 
@@ -27,9 +26,6 @@ from support.nodes import rows_needed_elsewhere
 
 import hcp
 from hcp._words import CommType, TransportName
-from hcp.attention.kernels import FAMILIES
-from hcp.attention.kernels import agreed as agreement
-from hcp.attention.kernels.speeds import MEASURED
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.mixed import MixedTransport
@@ -59,7 +55,6 @@ def main() -> int:
     wrong += check_layers_in_graphs("nccl", ("p2p", "all_gather", "a2a"))
     if "peer" in transports:
         wrong += check_layers_in_graphs("peer", ("p2p", "all_gather"))
-    wrong += check_choice()
     dist.destroy_process_group()
     return wrong > 0
 
@@ -289,35 +284,6 @@ def fill(tensors: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor, own in zip(tensors, rows, strict=True):
             tensor.copy_(own)
-
-
-def check_choice() -> int:
-    """Whether ranks that measure all kernels, as where no table knows them, agree on their speeds
-    at the first dispatch, and the second one measures nothing."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    capability = torch.cuda.get_device_capability(device)
-    table = MEASURED.pop(capability, {})
-    agreement._agreed.clear()
-    groups = hcp.build_process_groups()
-    plan = hcp.plan([64], ranks=groups.size("dp_cp"), max_tokens_per_rank=64)
-    seconds = []
-    for _ in range(2):
-        mine = [{"x": torch.zeros(64, 2)}] if groups.rank("dp_cp") == 0 else []
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        hcp.dispatch(plan, mine, [0], groups)
-        seconds.append(time.perf_counter() - begun)
-    agreed = agreement._agreed.pop(capability)
-    found = groups.transport.all_gather_bytes(repr(agreed).encode(), "speeds")
-    groups.close()
-    MEASURED[capability] = table
-    measured = [name for name in agreed if FAMILIES[name].role == "fastest" and name != "torch"]
-    missing = [name for name in measured if not agreed[name]]
-    return report(
-        len({*found}) == 1 and not missing,
-        f"all ranks choose by {agreed}; the first dispatch took {seconds[0]:.2f} s, the second "
-        f"{seconds[1]:.3f} s{f'; not measured: {missing}' if missing else ''}",
-    )
 
 
 def largest(error: float) -> float:

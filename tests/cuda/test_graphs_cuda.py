@@ -41,7 +41,7 @@ def on_one_gpu() -> hcp.ProcessGroups:
     return groups
 
 
-@pytest.mark.parametrize("backend", ["torch", "flash"])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_graph_gives_the_bits_of_the_same_layer_without_it(
     deterministic: None, backend: Any, head_dim: int

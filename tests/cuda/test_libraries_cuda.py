@@ -1,17 +1,14 @@
 """Kernels of libraries that are called below their own Python, on one GPU: FlashAttention-4's
-compiled functions and Transformer Engine's fused attention."""
+compiled functions."""
 
 from __future__ import annotations
 
 import importlib.util
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.cases import Case, loopback_rms
-from support.not_finite import expect_nothing_lost
 from support.packs import Block, Rows, drawn, errors, exact, packed, results
 from torch import Tensor
 
@@ -34,9 +31,6 @@ def has(module: str) -> bool:
 
 needs_flash_attn_4 = pytest.mark.skipif(
     not has("flash_attn.cute"), reason="needs flash-attn-4 (the package flash_attn.cute)"
-)
-needs_transformer_engine = pytest.mark.skipif(
-    not has("transformer_engine"), reason="needs transformer_engine"
 )
 
 SHORT = [Block(1, 1), Block(2, 2), Block(3, 3), Block(60, 60)]
@@ -88,7 +82,6 @@ PACKAGES = [
     "torch",
     pytest.param("cudnn", marks=pytest.mark.skipif(not has("cudnn"), reason="needs cudnn")),
     pytest.param("flash_attn_4", marks=needs_flash_attn_4),
-    pytest.param("te_fused", marks=needs_transformer_engine),
 ]
 SIZES = [(8, 8), (40, 40), (80, 80), (112, 112), (160, 160), (224, 224), (64, 48), (40, 64)]
 
@@ -232,84 +225,3 @@ def test_flash_attention_4_is_called_by_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
-
-
-# ---- Transformer Engine's fused attention --------------------------------------------------------
-
-
-def fused() -> Any:
-    (kernel,) = kernels_of("te_fused", GPU)
-    return kernel
-
-
-@needs_transformer_engine
-@pytest.mark.parametrize("options", PACKS.values(), ids=PACKS)
-def test_transformer_engines_fused_attention_is_the_formulas(options: dict[str, Any]) -> None:
-    kernel = fused()
-    launch, rows = pack_of(options)
-    with_grad = rows.grad_lse is not None
-    if not kernel.takes(Call(launch, rows.query, rows.value, True, with_grad)):
-        refused = options.get("sizes") == (256, 256) or options.get("window", (-1, 0))[0] >= 0
-        assert refused, "it takes this mask and these sizes under every cuDNN"
-        pytest.skip("refused under this cuDNN")
-    state = torch.cuda.get_rng_state()
-    expect_exact(kernel, launch, rows)
-    expect_exact(kernel, launch, rows)
-    assert torch.equal(torch.cuda.get_rng_state(), state), "it drew from the trainer's numbers"
-
-
-@needs_transformer_engine
-@pytest.mark.parametrize("seed", range(8))
-def test_transformer_engines_fused_attention_of_random_packs(seed: int) -> None:
-    """Packs of other lengths in one process: the library keeps its plans by rounded sizes."""
-    kernel = fused()
-    torch.manual_seed(seed)
-    lengths = torch.randint(1, 200, (int(torch.randint(1, 40, ())),)).tolist()
-    extra, gaps = (torch.randint(0, 30, (len(lengths),)).tolist() for _ in range(2))
-    blocks = [Block(n, n + m, (g, m)) for n, m, g in zip(lengths, extra, gaps, strict=True)]
-    window = [(-1, 0), (-1, -1), (17, 0), (9, 4)][seed % 4]
-    launch, rows = pack_of({"blocks": blocks, "window": window})
-    if not kernel.takes(Call(launch, rows.query, rows.value, True, False)):
-        assert window[0] >= 0
-        pytest.skip("windows are refused under this cuDNN")
-    expect_exact(kernel, launch, rows)
-
-
-@needs_transformer_engine
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
-def test_layers_of_transformer_engines_fused_attention_round_as_others_do(
-    comm_type: str, causal: bool
-) -> None:
-    case = Case((1, 2, 13, 97, 3, 300, 1), 3, min_degree=3, comm_type=comm_type, causal=causal)
-    expect_like_torch(replace(case, head_dim=64, dtype="bfloat16"))
-
-
-@needs_transformer_engine
-@pytest.mark.parametrize("window", [(0, 0), (64, 0), (100, 100)])
-@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
-def test_layers_with_windows_and_sinks_round_as_others_do(
-    comm_type: str, window: tuple[int, int]
-) -> None:
-    case = Case((1, 2, 13, 97, 3, 300, 1), 3, min_degree=3, comm_type=comm_type, window=window)
-    case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
-    expect_like_torch(replace(case, dtype="bfloat16"))
-
-
-def expect_like_torch(case: Case) -> None:
-    """Root-mean-square errors beside float64, against those of FlashAttention-2."""
-    torchs = loopback_rms(case, device="cuda")
-    found = loopback_rms(replace(case, backend="te_fused"), device="cuda")
-    for name, error in found.items():
-        assert error <= 1.35 * torchs[name] + 1e-5, (name, found, torchs)
-
-
-@needs_transformer_engine
-@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
-def test_what_is_not_finite_on_one_rank_is_not_finite_under_transformer_engine(
-    comm_type: str,
-) -> None:
-    case = Case((300, 40), 3, min_degree=3, comm_type=comm_type, heads=6, kv_heads=3, head_dim=64)
-    case = replace(case, dtype="bfloat16", backend="te_fused")
-    for rows in (slice(None), slice(0, 1), slice(150, 151)):
-        expect_nothing_lost(case, rows, "cuda")

@@ -19,12 +19,14 @@ from support.ranks import run_ranks
 
 import hcp
 import hcp.step.backends
+from hcp.attention.kernels import KernelFamily
 from hcp.integrations.megatron import (
     add_megatron_arguments,
     backends,
     config_from_args,
     versions,
 )
+from hcp.integrations.megatron.backends import backend_of
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.program import arguments
 
@@ -235,21 +237,29 @@ def test_the_values_are_megatrons():
     [
         ([], "auto"),
         (["--attention-backend", "auto"], "auto"),
-        (["--attention-backend", "flash"], "flash"),
-        (["--attention-backend", "fused"], "fused"),
+        (["--attention-backend", "flash"], "torch"),
+        (["--attention-backend", "fused"], "cudnn"),
         (["--attention-backend", "flash", "--flash-attention-version", "4"], "flash_attn_4"),
         (["--flash-attention-version", "2"], "torch"),
-        (["--attention-backend", "fused", "--flash-attention-version", "2"], "fused"),
+        (["--attention-backend", "fused", "--flash-attention-version", "2"], "cudnn"),
     ],
 )
 def test_megatrons_attention_backends_are_understood(flags, expected):
     limit = ["--max-seqlen-per-dp-cp-rank", "160"]
     args = megatrons_parser().parse_args([*flags, *limit])
     assert config_from_args(args).attention_backend == expected
-    if "--flash-attention-version" not in flags and expected != "fused":
-        # hcp's own flag takes the same names; the program asks for the packages of "fused" at once.
-        own = arguments.parse_args([*flags, *limit, "--max-length", "160"])
-        assert own.config.attention_backend == expected
+
+
+def test_flash_is_the_newest_flash_attention_that_is_installed(monkeypatch):
+    """On CPUs it is PyTorch's."""
+    there = {"flash-attn-4": "4.0.0b36", "flash-attn-3": "3.0"}
+    monkeypatch.setattr(KernelFamily, "version", property(lambda of: there.get(of.package)))
+    assert backend_of("flash") == "torch"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    for expected in ("flash_attn_4", "flash_attn_3", "torch"):
+        assert backend_of("flash") == expected
+        there.pop(expected.replace("_", "-"), None)
 
 
 def test_a_version_of_flash_attention_that_is_absent_is_refused_when_a_rank_reads_options(
@@ -693,7 +703,7 @@ def attend_with_megatrons_own_params(rank, size):
     alone = handler_of(params(local_cp_size=1), groups.cp)
     assert alone.kernel_family == "auto"
     asked = SimpleNamespace(attention_backend=AttnBackend.flash)
-    assert handler_of(params(), groups.cp, asked).kernel_family == "flash"
+    assert handler_of(params(), groups.cp, asked).kernel_family == "torch"
     assert (alone.degree, alone.rows) == (1, 12)
     whole = torch.cat([attend_alone(*(x[a:b] for x in (q, k, v))) for a, b in ((0, 8), (8, 12))])
     assert float((alone.attention(q, k, v) - whole).abs().max()) < 1e-12
@@ -920,8 +930,8 @@ def refuse(rank, size):
             with pytest.raises(ValueError, match=f"attention_backend is '{backend.name}', expect"):
                 core_attention(backend)
         flash = core_attention(AttnBackend.flash)
-        flash._check_backend(SimpleNamespace(kernel_family="flash"))
-        with pytest.raises(ValueError, match=r"'flash', but the handler .* has 'auto': give hcp.C"):
+        flash._check_backend(SimpleNamespace(kernel_family="torch"))
+        with pytest.raises(ValueError, match=r"'torch', but the handler .* has 'auto': give hcp.C"):
             flash._check_backend(SimpleNamespace(kernel_family="auto"))
         core._check_backend(SimpleNamespace(kernel_family="torch"))
         with pytest.raises(ValueError, match="calculate_per_token_loss is False, expected True"):

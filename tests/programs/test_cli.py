@@ -635,51 +635,31 @@ def test_doctor_says_which_backends_a_gpu_has(
     assert doctor.of_backend("attention", name).usable is False
 
 
-def not_measured(package: str, name: str) -> str:
-    return (
-        f"not measured here: {package} runs on this GPU; where it is installed, the first "
-        f"hcp.dispatch measures {name} briefly, and so decides what it computes"
-    )
-
-
 CHOICE = {
     "8.0": [
-        "on compute capability 8.0: torch computes every call that it takes. Not used: cudnn: it "
-        "needs compute capability 9.0; flash_attn: flash-attn is not installed; flash_attn_4: it "
-        "needs compute capability 9.0; flash_attn_3: it needs compute capability 9.0",
-        "no package of another kernel runs on this GPU; flash-attn brings torch's with "
-        "soft-capping",
+        "on compute capability 8.0: torch. Not used: cudnn: it needs compute capability 9.0; "
+        "flash_attn: flash-attn is not installed; flash_attn_4: it needs compute capability 9.0; "
+        "flash_attn_3: it needs compute capability 9.0",
+        "install flash-attn, which has torch's kernels with soft-capping",
     ],
     "9.0": [
-        "on compute capability 9.0: torch computes every call that it takes. Not used: cudnn: "
-        "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
-        "flash_attn_4: flash-attn-4 is not installed; flash_attn_3: flash-attn-3 is not installed",
-        "install nvidia-cudnn-frontend: cudnn was faster in 28 of 32 measured cases (packs, "
-        "forward and backward), up to 2.1 times as fast",
-        "install flash-attn-4: flash_attn_4 was faster in 27 of 32 measured cases (packs, forward "
-        "and backward), up to 2.2 times as fast",
-        "install transformer-engine: te_fused was faster in 28 of 32 measured cases (packs, "
-        "forward and backward), up to 1.8 times as fast",
-        not_measured("flash-attn-3", "flash_attn_3"),
+        "on compute capability 9.0: torch. Not used: cudnn: nvidia-cudnn-frontend is not "
+        "installed; flash_attn: flash-attn is not installed; flash_attn_4: flash-attn-4 is not "
+        "installed; flash_attn_3: flash-attn-3 is not installed",
+        "install flash-attn-4, which is the fastest for long sequences",
+        "install nvidia-cudnn-frontend, which is the fastest for sequences of some hundred tokens",
     ],
     "9.0 9.0, flash-attn-4": [
-        "on compute capability 9.0: torch computes what is like 2 of 16 measured packs forward and "
-        "3 backward; flash_attn_4 (flash-attn-4 4.0) computes what is like 14 of 16 measured packs "
-        "forward and 13 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; "
-        "flash_attn: flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed",
-        "install nvidia-cudnn-frontend: cudnn was faster in 6 of 32 measured cases (packs, forward "
-        "and backward), up to 1.9 times as fast",
-        "install transformer-engine: te_fused was faster in 5 of 32 measured cases (packs, forward "
-        "and backward), up to 1.6 times as fast",
-        not_measured("flash-attn-3", "flash_attn_3"),
-    ],
-    "10.0, flash-attn-4": [
-        "on compute capability 10.0: torch computes every call that it takes; flash_attn_4 "
-        "(flash-attn-4 4.0) is in no table of such a GPU, so that the first hcp.dispatch measures "
-        "it; until then it computes calls that no other takes. Not used: cudnn: "
+        "on compute capability 9.0: torch, flash_attn_4 (flash-attn-4 4.0). Not used: cudnn: "
         "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
-        "flash_attn_3: it has kernels up to compute capability 9.x",
-        *map(not_measured, ("nvidia-cudnn-frontend", "transformer-engine"), ("cudnn", "te_fused")),
+        "flash_attn_3: flash-attn-3 is not installed",
+        "install nvidia-cudnn-frontend, which is the fastest for sequences of some hundred tokens",
+    ],
+    "12.0": [
+        "on compute capability 12.0: torch. Not used: cudnn: it has kernels up to compute "
+        "capability 10.x; flash_attn: flash-attn is not installed; flash_attn_4: flash-attn-4 is "
+        "not installed; flash_attn_3: it has kernels up to compute capability 9.x",
+        "install flash-attn-4, which is the fastest for long sequences",
     ],
     "[N/A]": ["it goes by the GPU, which the driver does not name"],
 }
@@ -695,19 +675,14 @@ def test_doctor_says_what_auto_chooses_and_what_to_install(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     version = property(lambda family: "4.0" if family.package == package else None)
     monkeypatch.setattr(KernelFamily, "version", version)
-    found = list(doctor.of_choosing("attention", "auto"))
+    found = list(doctor.of_auto("attention"))
     assert len(found) == len(CHOICE[gpus])
     for finding, says in zip(found, CHOICE[gpus], strict=True):
         assert finding.says.startswith(says)
         assert finding.usable is not False
-    assert len(list(doctor.of_choosing("attention", "flash"))) == 1, "advice comes once"
-    (fused,) = doctor.of_choosing("attention", "fused")
-    assert fused.usable is (None if gpus == "[N/A]" else False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    (none,) = doctor.of_choosing("attention", "auto")
+    (none,) = doctor.of_auto("attention")
     assert none == ("attention", "auto", "what torch does: torch sees no GPU", True)
-    (none,) = doctor.of_choosing("attention", "fused")
-    assert none == ("attention", "fused", "torch sees no GPU", False)
 
 
 @pytest.mark.parametrize(

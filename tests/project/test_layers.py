@@ -337,7 +337,6 @@ def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
 KNOWN_BY_NAME = {
     "hcp/_versions.py": "one table has the tested versions of all packages",
     "hcp/_words.py": "the backends that hcp comes with, by their libraries' names",
-    "hcp/attention/kernels/te_fused.py": "its kernels are a function of Transformer Engine",
     "hcp/rebinding/packages.py": "which rules belong to which package",
     "hcp/step/backends.py": "users ask for a backend by its library's name",
     "hcp/step/config.py": "options take Megatron's names of schedulers for hcp's",

@@ -115,12 +115,10 @@ NEEDED = {
     "flash_attn": ("flash-attn", "pip install --no-build-isolation flash-attn"),
     "flash_attn_3": ("flash-attn-3", "build the folder hopper of FlashAttention's repository"),
     "flash_attn_4": ("flash-attn-4", "pip install flash-attn-4==4.0.0b36"),
-    "te_fused": ("transformer-engine", "pip install --no-build-isolation 'transformer-engine["),
     "transformer_engine": (
         "transformer-engine",
         "pip install --no-build-isolation 'transformer-engine[",
     ),
-    "fused": ("nvidia-cudnn-frontend or transformer-engine", "pip install nvidia-cudnn-frontend, "),
 }
 """By backend: its package for pip, and how it is installed."""
 MODULES = ("cudnn", "flash_attn", "flash_attn_interface", "transformer_engine")
@@ -164,26 +162,24 @@ def test_a_package_that_is_not_there_is_named_as_pip_names_it(backend: str) -> N
     with pytest.raises(hcp.HcpError, match=says(backend)) as refused:
         backends.require_backend(backend)
     assert refused.value.code == "backend-missing"
-    if backend != "fused":  # it has a class, since it chooses by the GPU
-        with pytest.raises(hcp.HcpError, match=says(backend)):
-            hcp.get_cp_handler_cls(backend)
+    with pytest.raises(hcp.HcpError, match=says(backend)):
+        hcp.get_cp_handler_cls(backend)
 
 
 @pytest.mark.usefixtures("absent")
-@pytest.mark.parametrize("backend", ["auto", "flash", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_what_torch_can_compute_needs_no_package(backend: str) -> None:
     backends.require_backend(backend)
 
 
 def test_a_package_that_is_there_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two is enough to choose from."""
     version = importlib.metadata.version
     there = {"flash-attn-4", "transformer-engine"}
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "1.0" if name in there else version(name)
     )
     before = set(sys.modules)
-    for backend in ("flash_attn_4", "te_fused", "transformer_engine", "fused"):
+    for backend in ("flash_attn_4", "transformer_engine"):
         backends.require_backend(backend)
     assert set(sys.modules) == before
 

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Launch:
         self.queries = slice(first.query_row, last.query_row + last.query_rows)
         self.keys = slice(first.key_row, last.key_row + last.key_rows)
         self.chosen: dict[tuple[object, ...], Any] = {}
-        """What computes it, by call, where a kernel chooses between others: see ``fastest``."""
+        """What computes it, by call, where a kernel chooses between others: see ``auto``."""
         self.kept: dict[str, Any] = {}
         """What a kernel made of it for the calls of all layers, under the kernel's name."""
         self._bounds: tuple[Tensor, Tensor] | None = None
@@ -237,7 +237,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 FLASH_ATTN_4 = "4.0.0b36"
 """The version of flash-attn-4 whose compiled functions hcp calls."""
-INSTALL_TE = "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
 
 KernelsFor = Callable[[torch.device], Sequence[Kernel]]
 """Gives a library's kernels for a device, the preferred one first."""
@@ -254,10 +253,6 @@ class KernelFamily(NamedTuple):
     """The least compute capability of a GPU that it runs on. (0, 0): it runs on any device."""
     reason: str = ""
     """Why it needs this capability, as part of the error."""
-    role: Literal["", "fastest", "spare"] = ""
-    """What it is to "auto". "fastest": it computes the calls that it is the fastest for. "spare":
-    it computes those that no other takes. "": nothing. The first kernel of a family with a role is
-    a ``PackedKernel``."""
     newest: int | None = None
     """The newest major compute capability that it has kernels for. None: for those to come too."""
     install: str = ""
@@ -296,29 +291,24 @@ def _is_there(module: str) -> bool:
     return loaded or importlib.util.find_spec(module) is not None
 
 
-def _module(name: str, function: str = "for_device") -> Callable[[], KernelsFor]:
-    """Load a function of a module, which is imported only then."""
+def _module(name: str) -> Callable[[], KernelsFor]:
+    """Load the function ``for_device`` of a module, which is imported only then."""
 
     def load() -> KernelsFor:
-        for_device: KernelsFor = getattr(importlib.import_module(name), function)
+        for_device: KernelsFor = importlib.import_module(name).for_device
         return for_device
 
     return load
 
 
 FAMILIES: dict[str, KernelFamily] = {
-    "auto": KernelFamily(_module("hcp.attention.kernels.fastest")),
-    "flash": KernelFamily(_module("hcp.attention.kernels.fastest", "flash_for_device")),
-    "fused": KernelFamily(
-        _module("hcp.attention.kernels.fastest", "fused_for_device"), None, (8, 0)
-    ),
-    "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch"), role="fastest"),
+    "auto": KernelFamily(_module("hcp.attention.kernels.auto")),
+    "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch")),
     "cudnn": KernelFamily(
         _module("hcp.attention.kernels.cudnn"),
         "nvidia-cudnn-frontend",
         (9, 0),
         ", since its backward takes no packed log-sum-exp below",
-        role="fastest",
         newest=10,
         install="python -m pip install nvidia-cudnn-frontend",
     ),
@@ -327,7 +317,6 @@ FAMILIES: dict[str, KernelFamily] = {
         _module("hcp.attention.kernels.flash_attn_2"),
         "flash-attn",
         (8, 0),
-        role="spare",
         install="python -m pip install --no-build-isolation flash-attn",
     ),
     "flash_attn_4": KernelFamily(
@@ -335,26 +324,15 @@ FAMILIES: dict[str, KernelFamily] = {
         "flash-attn-4",
         (9, 0),
         ", since its backward has no kernel below",
-        role="fastest",
         install=f"python -m pip install flash-attn-4=={FLASH_ATTN_4}",
     ),
     "flash_attn_3": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_3"),
         "flash-attn-3",
         (9, 0),
-        role="fastest",
         newest=9,
         install="build the folder hopper of FlashAttention's repository, no index has it",
         module="flash_attn_interface",
-    ),
-    "te_fused": KernelFamily(
-        _module("hcp.attention.kernels.te_fused"),
-        "transformer-engine",
-        (9, 0),
-        ", since it computes no packs below",
-        role="fastest",
-        newest=11,
-        install=INSTALL_TE,
     ),
 }
 

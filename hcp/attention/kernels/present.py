@@ -9,25 +9,11 @@ from typing import NamedTuple, cast
 import torch
 
 from hcp.attention.kernels import FAMILIES, PackedKernel, kernels_of
-from hcp.attention.kernels.speeds import Capability
 
 _log = logging.getLogger("hcp")
 
-CHOOSING: dict[str, tuple[str, ...] | None] = {
-    "auto": None,
-    "flash": ("torch", "flash_attn", "flash_attn_3", "flash_attn_4"),
-    "fused": ("te_fused", "cudnn"),
-}
-"""The families whose kernel chooses between those of others: between these, None being all."""
-
-
-def among(choosing: str) -> list[str]:
-    """The families that one of ``CHOOSING`` chooses between, "torch" first: it is the yardstick."""
-    some = CHOOSING[choosing]
-    names = [
-        name for name, family in FAMILIES.items() if family.role and (some is None or name in some)
-    ]
-    return sorted(names, key=lambda name: name != "torch")
+CHOICES = "torch", "cudnn", "flash_attn", "flash_attn_4", "flash_attn_3"
+"""The families that "auto" chooses between. PyTorch's is on every GPU."""
 
 
 class Found(NamedTuple):
@@ -44,13 +30,13 @@ class Found(NamedTuple):
         return f"{self.family} ({package} {version})" if package else self.family
 
 
-def survey(choosing: str, capability: Capability) -> list[Found]:
-    """The families that one of ``CHOOSING`` chooses between, on a GPU of this compute capability.
-    Their packages are looked up, and not imported."""
-    return [Found(name, _lacks(name, capability)) for name in among(choosing)]
+def survey(capability: tuple[int, int]) -> list[Found]:
+    """``CHOICES`` on a GPU of this compute capability. Their packages are looked up, and not
+    imported."""
+    return [Found(name, _lacks(name, capability)) for name in CHOICES]
 
 
-def _lacks(name: str, capability: Capability) -> str | None:
+def _lacks(name: str, capability: tuple[int, int]) -> str | None:
     family = FAMILIES[name]
     if capability < family.capability:
         return f"it needs compute capability {dotted(family.capability)}"
@@ -61,7 +47,7 @@ def _lacks(name: str, capability: Capability) -> str | None:
     return None
 
 
-def dotted(capability: Capability) -> str:
+def dotted(capability: tuple[int, int]) -> str:
     """A compute capability as people write it."""
     return ".".join(map(str, capability))
 
@@ -96,11 +82,11 @@ def _load(name: str, device: torch.device) -> PackedKernel | str:
     return _loaded[name, device]
 
 
-def present(choosing: str, device: torch.device) -> tuple[dict[str, PackedKernel], list[Found]]:
+def present(device: torch.device) -> tuple[dict[str, PackedKernel], list[Found]]:
     """The kernels that are there, by family, and what was found of all families."""
     kernels: dict[str, PackedKernel] = {}
     found = []
-    for each in survey(choosing, torch.cuda.get_device_capability(device)):
+    for each in survey(torch.cuda.get_device_capability(device)):
         with _lock:
             loaded = each.lacks or _load(each.family, device)
         found.append(each._replace(lacks=loaded if isinstance(loaded, str) else None))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKENDS = {"auto": "auto", "flash": "flash", "fused": "fused"}
-"""By the name of Megatron's value. Every backend of hcp's is also its own name."""
+import torch
+
+from hcp.attention.kernels.present import survey
+
+BACKENDS = "auto", "flash", "fused"
+"""Values of Megatron's that hcp has a backend for. Every backend of hcp's is also its own name."""
 
 FLASH_VERSIONS = {2: "torch", 3: "flash_attn_3", 4: "flash_attn_4"}
 """Where Megatron's `--flash-attention-version` pins one; PyTorch's kernels are version 2."""
@@ -28,7 +32,18 @@ def backend_of(value: Any, flash_attention_version: int | None = None) -> str:
         )
     if flash_attention_version is not None and name in ("auto", "flash"):
         return FLASH_VERSIONS[flash_attention_version]
-    return BACKENDS.get(name, name)
+    if name == "flash":
+        return newest_flash_attention()
+    return "cudnn" if name == "fused" else name
+
+
+def newest_flash_attention() -> str:
+    """The newest FlashAttention that is installed for this GPU; on CPUs and otherwise PyTorch's."""
+    if not torch.cuda.is_available():
+        return "torch"
+    found = survey(torch.cuda.get_device_capability())
+    there = [each.family for each in found if each.lacks is None]
+    return next(name for name in ("flash_attn_4", "flash_attn_3", "torch") if name in there)
 
 
 def backend_of_config(config: Any) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hcp._words import CommType
 from hcp.attention.checks import as_autocast
-from hcp.attention.kernels import INSTALL_TE
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
+from hcp.step.backends import INSTALL_TE
 from hcp.step.handler import ContextParallelHandler
 
 try:

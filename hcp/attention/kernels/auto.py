@@ -1,9 +1,7 @@
-"""The families "auto", "flash" and "fused": for every launch the fastest kernel that takes it.
+"""The family "auto": for every launch the first kernel, in a static order, that takes it.
 
-Measurements say which one is fast: the table of ``speeds`` for a GPU that is in it, and those of
-``trial`` for others, taken at the first dispatch (``agreed``). A rank decides from its own
-launches, because nothing that is exchanged depends on the kernel. Each kernel takes the others'
-log-sum-exp, so forward and backward may use different ones.
+A rank decides from its own launches, because nothing that is exchanged depends on the kernel. Each
+kernel takes the others' log-sum-exp, so forward and backward may use different ones.
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ import torch
 from torch import Tensor
 
 from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, PackedKernel, in_packs, kernels_of
-from hcp.attention.kernels.agreed import agreed_on
-from hcp.attention.kernels.explained import explained
-from hcp.attention.kernels.present import CHOOSING, present
+from hcp.attention.kernels.order import order_of
+from hcp.attention.kernels.present import Found, dotted, present
 from hcp.attention.kernels.proof import fault
-from hcp.attention.kernels.speeds import MEASURED, Place, Speed, Speeds, gain_of, place_of_call
 from hcp.errors import HcpError
 
 _log = logging.getLogger("hcp")
@@ -31,16 +27,10 @@ _log = logging.getLogger("hcp")
 
 
 class Candidate(NamedTuple):
-    """A kernel to choose, and how fast it is."""
+    """A kernel to choose."""
 
     family: str
     kernel: PackedKernel
-    speeds: tuple[Speed, ...]
-    """Empty: unknown. Then it computes calls that no kernel of known speed takes."""
-
-    def gain(self, place: Place, *, backward: bool) -> float:
-        """How many times as fast as "torch" it is, as far as is known; 0: nothing is known."""
-        return gain_of(self.family, self.speeds, place, backward=backward)
 
 
 Kind = tuple[object, ...]
@@ -58,8 +48,8 @@ def _is_captured(call: Call) -> bool:
     return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class Fastest:
-    """Computes each launch by the fastest candidate that takes it.
+class Auto:
+    """Computes each launch by the first candidate, in the order for it, that takes it.
 
     A launch remembers the choice, so that a layer's calls cost no search. A library's kernel is
     checked at the first call of a kind: see ``proof``. One that is wrong or fails is left out for
@@ -74,17 +64,17 @@ class Fastest:
         """The first one computes what none takes, and so says why not. ``softcap``: theirs."""
         self.candidates = candidates
         self._softcap = softcap
-        self._capped: dict[float, Fastest | None] = {}
+        self._capped: dict[float, Auto | None] = {}
         self._failed: set[tuple[str, Kind]] = set()
         self._proven: set[tuple[str, Kind]] = set()
 
-    def capped(self, softcap: float) -> Fastest | None:
+    def capped(self, softcap: float) -> Auto | None:
         if softcap not in self._capped:
             found = [(each, each.kernel.capped(softcap)) for each in self.candidates]
             able = [
                 each._replace(kernel=cast(PackedKernel, kernel)) for each, kernel in found if kernel
             ]
-            self._capped[softcap] = Fastest(able, softcap) if able else None
+            self._capped[softcap] = Auto(able, softcap) if able else None
         return self._capped[softcap]
 
     def forward(
@@ -133,21 +123,18 @@ class Fastest:
         return chosen
 
     def choose(self, call: Call) -> Candidate:
-        """The fastest candidate that takes a call; of equals the first. In a CUDA graph that is
-        being captured, nothing can be checked: there, the fastest of those that were."""
-        kind, place = _kind(call), place_of_call(call)
-        capturing = _is_captured(call)
-        taking = [
-            each
+        """The first candidate that takes a call. In a CUDA graph that is being captured, nothing
+        can be checked: there, the first of those that were."""
+        kind, capturing = _kind(call), _is_captured(call)
+        taking = {
+            each.family: each
             for each in self.candidates
             if (each.family, kind) not in self._failed
             and each.kernel.takes(call)
             and (not capturing or self._is_proven(each, kind))
-        ]
-        return max(
-            taking or self.candidates[:1],
-            key=lambda each: each.gain(place, backward=call.backward),
-        )
+        }
+        ordered = (taking[family] for family in order_of(call) if family in taking)
+        return next(ordered, self.candidates[0])
 
     def _is_proven(self, candidate: Candidate, kind: Kind) -> bool:
         return candidate.family == "torch" or (candidate.family, kind) in self._proven
@@ -192,81 +179,45 @@ class Fastest:
 # ---- a family's kernels for a device -------------------------------------------------------------
 
 _lock = threading.Lock()
-_made: dict[tuple[str, torch.device], tuple[Speeds | None, Sequence[Kernel]]] = {}
-"""Kernels, and what ranks had agreed on when they were made."""
+_made: dict[torch.device, Sequence[Kernel]] = {}
 _told: set[str] = set()
 
 
 def for_device(device: torch.device) -> Sequence[Kernel]:
     """The kernels of "auto". On a CPU they are those of "torch"."""
-    return _kernels("auto", device)
-
-
-def flash_for_device(device: torch.device) -> Sequence[Kernel]:
-    """The kernels of "flash": FlashAttention's, of any generation."""
-    return _kernels("flash", device)
-
-
-def fused_for_device(device: torch.device) -> Sequence[Kernel]:
-    """The kernels of "fused": cuDNN's, by any package."""
-    return _kernels("fused", device)
-
-
-def _kernels(choosing: str, device: torch.device) -> Sequence[Kernel]:
     if device.type != "cuda":
         return kernels_of("torch", device)
-    agreed = agreed_on(torch.cuda.get_device_capability(device))
     with _lock:
-        before, kernels = _made.get((choosing, device), (None, ()))
-        if not kernels or before is not agreed:
-            kernels = _make(choosing, device, agreed)
-            _made[choosing, device] = agreed, kernels
-        return kernels
+        if device not in _made:
+            _made[device] = _make(device)
+        return _made[device]
+
+
+def _make(device: torch.device) -> Sequence[Kernel]:
+    kernels, found = present(device)
+    told = f"attention by 'auto' {explained(torch.cuda.get_device_capability(device), found)}"
+    if told not in _told:
+        _told.add(told)
+        _log.info(told)
+    known = kernels_of("torch", device)
+    if [*kernels] == ["torch"]:
+        return known
+    return Auto([Candidate(name, kernel) for name, kernel in kernels.items()]), *known
+
+
+def explained(capability: tuple[int, int], found: Sequence[Found]) -> str:
+    """Which kernels are there, and which are not and why, in one line."""
+    there = ", ".join(each.shown for each in found if each.lacks is None)
+    lacking = "; ".join(f"{each.family}: {each.lacks}" for each in found if each.lacks is not None)
+    text = f"on compute capability {dotted(capability)}: {there}"
+    return text + (f". Not used: {lacking}" if lacking else "")
 
 
 def computing(name: str, device: torch.device) -> dict[str, str | None]:
     """The families that compute attention for a backend on a device, and the versions of their
-    packages: for those that choose, all that they choose between, save for spare ones."""
+    packages: for "auto" all that it chooses between, save for flash_attn, whose kernels are those
+    of torch."""
     names = [name]
-    if name in CHOOSING and device.type != "cuda":
-        names = ["torch"]
-    elif name in CHOOSING:
-        agreed = agreed_on(torch.cuda.get_device_capability(device))
-        names = [
-            each.family
-            for each in present(name, device)[1]
-            if each.lacks is None
-            and FAMILIES[each.family].role == "fastest"
-            and (agreed is None or each.family in agreed)
-        ]
-    return {each: FAMILIES[each].version for each in sorted(names)}
-
-
-def _make(choosing: str, device: torch.device, agreed: Speeds | None) -> Sequence[Kernel]:
-    kernels, found = present(choosing, device)
-    capability = torch.cuda.get_device_capability(device)
-    speeds = MEASURED.get(capability, {}) if agreed is None else agreed
-    if agreed is not None:
-        found = [
-            each._replace(lacks=each.lacks or _not_everywhere(each.family, agreed))
-            for each in found
-        ]
-    usable = [each.family for each in found if each.lacks is None]
-    if not usable:
-        raise HcpError(
-            f"the backend {choosing!r} has no kernel {explained(capability, found, {})}",
-            code="kernel-missing",
-        )
-    told = f"attention by {choosing!r} {explained(capability, found, speeds)}"
-    if told not in _told:
-        _told.add(told)
-        _log.info(told)
-    known = kernels_of("torch", device) if "torch" in usable else ()
-    if usable == ["torch"]:
-        return known
-    chosen = [Candidate(name, kernels[name], speeds.get(name, ())) for name in usable]
-    return Fastest(chosen), *known
-
-
-def _not_everywhere(name: str, agreed: Speeds) -> str | None:
-    return None if name in agreed else "other ranks do not have it, or a trial of it failed"
+    if name == "auto":
+        names = ["torch"] if device.type != "cuda" else [*present(device)[0]]
+    return {each: FAMILIES[each].version for each in sorted({*names} - {"flash_attn"} or names)}
