@@ -24,7 +24,8 @@ Contestants are named by their comm type, and in brackets by what a group made o
     ring    ring attention with per-document splitting, on torch's point-to-point calls: see
             benchmarks/peers/ring.py. Its sequences are padded for it
     te_*    Transformer Engine's context parallelism by this comm type over all ranks, with cuDNN's
-            attention, where it is installed. Its sequences are padded too
+            attention, and te_*_fa4 with FlashAttention-4 (mended: see peers/te_kernels.py), where
+            they are installed. Its sequences are padded too
     shipped what others ship (benchmarks/peers/shipped.py), where it is installed and takes the pack
 
 Below the table a line for each pack compares hcp's dynamic plan with its best forced degree, over

@@ -9,8 +9,10 @@
 A GPT of Megatron-Core with Transformer Engine's layers and fused rotary embedding computes equal
 global batches with equal weights:
 
-    te p2p, te a2a  Megatron's CP over all ranks, sequences packed by next-fit in their order and
-                    padded to full chunks. "fused" is cuDNN's attention, "flash" FlashAttention
+    te p2p, te a2a, te all_gather
+                    Megatron's CP over all ranks, sequences packed by next-fit in their order and
+                    padded to full chunks. "fused" is cuDNN's attention, "flash" FlashAttention-4,
+                    mended where Transformer Engine needs it (peers/te_kernels.py)
     static CP       packed static CP on the engine of "hcp": one degree, the least divisor of the
                     ranks that holds the longest sequence of a batch, and next-fit in their order
     hcp             as it comes: hcp_layer_spec, the options' defaults ("p2p", the kernels of
@@ -31,13 +33,13 @@ rows that peers read is then as large as it needs, and no prices are fitted.
 --recompute has Megatron compute each layer again in the backward. --linear-loss computes losses
 without logits in memory: by liger-kernel 0.8.5, if it is installed, or torch 2.13.
 
-Losses, and gradients of the attention's weights, of each contestant are compared with those of the
-first before anything is timed; one of Transformer Engine's that cannot compute, or is wrong, has
-the reason in its row. Columns: micro-batches; tokens per second, and hcp's over those; the most
-memory that a step took, in torch's allocator and outside it, and hcp's over that; the gradients'
-relative distance. The lines below a family compare hcp's contestants with the fastest of
-Transformer Engine, and say what hcp aims at on so many GPUs; and in one sentence with packed
-static CP.
+Before anything is timed, Transformer Engine's attention of a small pack is compared with the
+formula, and losses, and gradients of the attention's weights, of each contestant with those of the
+first. One of Transformer Engine's that cannot compute, or is wrong, has the reason in its row.
+Columns: micro-batches; tokens per second, and hcp's over those; the most memory that a step took,
+in torch's allocator and outside it, and hcp's over that; the gradients' relative distance. The
+lines below a family compare hcp's contestants with the fastest of Transformer Engine, and say what
+hcp aims at on so many GPUs; and in one sentence with packed static CP.
 
 --ladder doubles the length of the family "one" for each contestant, in processes of its own, until
 its memory is used up: see common/ladder.py. Weights and gradients are in memory, optimizer states
@@ -66,6 +68,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.attention_cases import GRADIENTS, Case, inputs, one_rank
 from common.batches import drawn, filled_batches, sample
 from common.families import BY_NAME, Family
 from common.flags import end_after, parser_of
@@ -82,7 +85,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from peers import conforming, te_kernels
 from peers.planners import next_fit_at, plan_of, static_degree, wave_greedy
 from peers.ring import padded
 from torch import Tensor, nn
@@ -126,6 +130,8 @@ ONE = "one"
 STATIC = "static CP"
 OWN = (STATIC, "hcp", "hcp tuned", "wave greedy")
 """Contestants on hcp's engine."""
+MOST_WRONG = 0.03
+"""The largest error of Transformer Engine's attention, over the largest element."""
 FITTED = {"hcp tuned", "wave greedy"}
 """Those that need prices fitted in the run."""
 TARGETS = {2: (1.15, 1.15), 4: (1.3, 1.15), 8: (1.6, 1.25)}
@@ -159,6 +165,8 @@ class Job:
     gradients: Gradients
     ways: Mapping[str, Way]
     """How hcp's contestants move keys, and what they plan by."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Transformer Engine's contestants that no batch is computed by, and why."""
     outside: dict[str, float] = field(default_factory=dict)
     """Memory of the GPU that each contestant took outside torch's allocator, in GiB: hcp's all
     together."""
@@ -214,7 +222,8 @@ def compare_all(
         torch.manual_seed(args.seed)
         model = build_model(args, device, collection, with_hcp=True)
         ways = {"hcp": Way(Config(args.max_tokens_per_rank), sizes_cost(args, device))}
-        job = Job(args, device, collection, groups, model, Gradients(model, groups), ways, outside)
+        gradients = Gradients(model, groups)
+        job = Job(args, device, collection, groups, model, gradients, ways, outside=outside)
         others = list(transformer_engines(job)) if device.type == "cuda" else []
         if FITTED & set(args.hcp):
             cost = ways["hcp"].cost
@@ -390,10 +399,9 @@ def share_weights(model: nn.Module, of: nn.Module) -> None:
 
 
 ENGINES = {
-    "te p2p fused": ("p2p", AttnBackend.fused),
-    "te a2a fused": ("a2a", AttnBackend.fused),
-    "te p2p flash": ("p2p", AttnBackend.flash),
-    "te a2a flash": ("a2a", AttnBackend.flash),
+    f"te {comm_type} {backend.name}": (comm_type, backend)
+    for backend in (AttnBackend.fused, AttnBackend.flash)
+    for comm_type in ("p2p", "a2a", "all_gather")
 }
 
 
@@ -406,30 +414,74 @@ class Engine:
     model: nn.Module
 
     def select(self) -> None:
-        """Have Transformer Engine select its attention anew, by this model's variables."""
-        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
-
-        flash = self.backend == AttnBackend.flash
-        os.environ["NVTE_FLASH_ATTN"] = str(int(flash))
-        os.environ["NVTE_FUSED_ATTN"] = str(int(not flash))
-        os.environ["NVTE_UNFUSED_ATTN"] = "0"
-        _attention_backends["backend_selection_requires_update"] = True
+        """Have Transformer Engine select its attention anew, if another model's was the last."""
+        te_kernels.select(self.backend.name)
 
 
 def transformer_engines(job: Job) -> Iterator[Engine]:
+    """Build the models. One that cannot be built, or is wrong, has the reason in ``refused``."""
     for name in job.args.te:
-        comm_type, backend = ENGINES[name]
-        model = build_model(
-            job.args,
-            job.device,
-            job.collection,
-            with_hcp=False,
-            context_parallel_size=job.ranks,
-            cp_comm_type=comm_type,
-            attention_backend=backend,
+        try:
+            engine = Engine(name, ENGINES[name][1], engine_model(job, name))
+            check_attention(job, engine)
+        except Exception as error:  # whatever Transformer Engine refuses, on all ranks alike
+            job.refused[name] = reason_of(error)
+            continue
+        yield engine
+
+
+def engine_model(job: Job, name: str) -> nn.Module:
+    comm_type, backend = ENGINES[name]
+    model = build_model(
+        job.args,
+        job.device,
+        job.collection,
+        with_hcp=False,
+        context_parallel_size=job.ranks,
+        cp_comm_type=comm_type,
+        attention_backend=backend,
+    )
+    share_weights(model, job.model)
+    return model
+
+
+def check_attention(job: Job, engine: Engine) -> None:
+    """Compare the attention of its first layer on a small pack, and gradients, with the formula."""
+    args, chunk = job.args, 2 * job.ranks
+    case = Case(
+        "a small pack",
+        (8 * chunk, 40 * chunk, chunk, 4 * chunk),
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups,
+        head_dim=args.hidden_size // args.num_attention_heads,
+        dtype="bfloat16",
+    )
+    whole = {name: x.to(job.device) for name, x in inputs(case).items()}
+    given = conforming.Job(case, dist.get_rank(), job.ranks, job.device, whole)
+    rows = given.zigzag()
+    leaves = given.cut(rows)
+    engine.select()
+    attention = engine.model.decoder.layers[0].self_attention.core_attention
+    packed = packed_params(case.lengths, job.device)
+    masks = None, AttnMaskType.padding_causal
+    out = attention(*leaves, *masks, packed_seq_params=packed).view_as(leaves[0])
+    out.backward(whole["grad"][rows.to(job.device)])
+    found = {"out": out.detach()}
+    found |= {name: leaf.grad for name, leaf in zip(GRADIENTS, leaves, strict=False)}
+    wrong = 0.0
+    for name, expected in one_rank(case).items():
+        error = (found[name].double().cpu() - expected[rows]).abs().max() / expected.abs().max()
+        wrong = max(wrong, float(error.nan_to_num(torch.inf)))
+    wrong = slowest(wrong, job.device)
+    if wrong > MOST_WRONG:
+        raise ValueError(
+            f"its attention is off the formula by {wrong:.2g} of the largest element, expected <= "
+            f"{MOST_WRONG}"
         )
-        share_weights(model, job.model)
-        yield Engine(name, backend, model)
+
+
+def reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -501,19 +553,23 @@ def cut_pack(job: Job, members: Sequence[tuple[int, int, int]]) -> Batch:
         for name, parts in fields.items():
             chunks = whole[name].chunk(last + 1)
             parts += [chunks[rank], chunks[last - rank]]
-    bounds = list(itertools.accumulate((rows for _, rows, _ in members), initial=0))
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=job.device)
-    longest = max(rows for _, rows, _ in members)
     batch: Batch = {name: torch.cat(parts)[None] for name, parts in fields.items()}
     batch["position_ids"] = torch.zeros_like(batch["tokens"])
-    batch["packed_seq_params"] = PackedSeqParams(
+    batch["packed_seq_params"] = packed_params([rows for _, rows, _ in members], job.device)
+    return batch
+
+
+def packed_params(rows: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Say to Megatron which rows of a pack are a sequence."""
+    bounds = list(itertools.accumulate(rows, initial=0))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(rows),
+        max_seqlen_kv=max(rows),
     )
-    return batch
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -591,7 +647,7 @@ def compare(job: Job, family: Family, engines: Sequence[Engine]) -> None:
     args = job.args
     batches = batches_of(job, family)
     totals: dict[str, Totals] = {}
-    left_out: dict[str, str] = {}
+    left_out = dict(job.refused)
     for number, lengths in enumerate(batches):
         contestants = dict(contestants_of(job, lengths, number, engines))
         checked = check(job, family, contestants, left_out)
@@ -691,7 +747,7 @@ def check(
                 leave_full(f"{family.name}: {name}", job.args.tokens, error)
             if not name.startswith("te "):
                 raise
-            left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            left_out[name] = reason_of(error)
             continue
         dist.all_reduce(loss)
         weights = attention_gradients(job.model)

@@ -184,7 +184,7 @@ class Contestant:
     @property
     def used(self) -> str:
         """The comm type that keys travelled by."""
-        return self.name.removeprefix("te_") if self.run is None else self.run.schedule.comm_type
+        return shipped.comm_type_of(self.name) if self.run is None else self.run.schedule.comm_type
 
 
 class Bench:

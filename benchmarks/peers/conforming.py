@@ -399,7 +399,7 @@ register(
 for _name in shipped.TRANSFORMER_ENGINE:
     register(
         Contestant(
-            f"Transformer Engine {_name.removeprefix('te_')}",
+            f"Transformer Engine {_name.removeprefix('te_').replace('_fa4', ', FlashAttention-4')}",
             _shipped(_name),
             package="transformer-engine",
             module="transformer_engine.pytorch",

@@ -7,7 +7,8 @@ sequences on CPUs, whose operator the prototype does not support. `ring_flash_at
 zigzag_ring_flash_attn_varlen_func of the package of this name
 (https://github.com/zhuzilin/ring-flash-attention), for sequences that fill their chunks on GPUs.
 `te_p2p`, `te_all_gather` and `te_a2a`: Transformer Engine's DotProductAttention with its context
-parallelism of that comm type and its fused attention (cuDNN), for packs of such sequences on GPUs.
+parallelism of that comm type and its fused attention (cuDNN), for packs of such sequences on GPUs;
+`te_p2p_fa4` and the like: the same over FlashAttention-4, mended by peers/te_kernels.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hcp
+from peers import te_kernels
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MODULES = {
@@ -37,8 +38,12 @@ MODULES = {
     "te_p2p": "transformer_engine.pytorch",
     "te_all_gather": "transformer_engine.pytorch",
     "te_a2a": "transformer_engine.pytorch",
+    "te_p2p_fa4": "transformer_engine.pytorch",
+    "te_all_gather_fa4": "transformer_engine.pytorch",
+    "te_a2a_fa4": "transformer_engine.pytorch",
 }
 TRANSFORMER_ENGINE = tuple(name for name in MODULES if name.startswith("te_"))
+OVER_FLASH_ATTN_4 = "_fa4"
 
 
 def obstacle(name: str, device: torch.device) -> str | None:
@@ -58,7 +63,7 @@ def obstacle(name: str, device: torch.device) -> str | None:
 def heads_obstacle(name: str, heads: Sequence[int], ranks: int) -> str | None:
     """Return the reason why this attention cannot run with these numbers of heads over so many
     ranks, or None. Transformer Engine's "a2a" ends its process by SIGFPE where ranks have none."""
-    if name == "te_a2a" and any(n % ranks for n in heads):
+    if name.startswith("te_a2a") and any(n % ranks for n in heads):
         return f"heads are {':'.join(map(str, heads))}, expected multiples of the {ranks} ranks"
     return None
 
@@ -89,7 +94,7 @@ def attention_of(name: str, cp: hcp.ContextParallelHandler, backend: str) -> Att
     if name == "templated_ring":
         return _of_templated_ring(len(cp.layout.lengths))
     if name in TRANSFORMER_ENGINE:
-        return _of_transformer_engine(name.removeprefix("te_"), cp)
+        return _of_transformer_engine(name, cp)
     return _of_torch(backend) if name == "context_parallel" else _of_ring_flash_attn(cp)
 
 
@@ -120,11 +125,16 @@ def _of_ring_flash_attn(cp: hcp.ContextParallelHandler) -> Attention:
     return attention
 
 
-def _of_transformer_engine(comm_type: str, cp: hcp.ContextParallelHandler) -> Attention:
+def comm_type_of(name: str) -> str:
+    """Return the comm type of one of Transformer Engine's."""
+    return name.removeprefix("te_").removesuffix(OVER_FLASH_ATTN_4)
+
+
+def _of_transformer_engine(name: str, cp: hcp.ContextParallelHandler) -> Attention:
     """Return its attention over all ranks. Its group's first call connects what it sends by."""
-    package = importlib.import_module(MODULES["te_p2p"])
-    # Its rules would prefer FlashAttention, and compute by the formula what no kernel takes.
-    os.environ.update(NVTE_FUSED_ATTN="1", NVTE_FLASH_ATTN="0", NVTE_UNFUSED_ATTN="0")
+    package = importlib.import_module(MODULES[name])
+    comm_type = comm_type_of(name)
+    kernel = "flash" if name.endswith(OVER_FLASH_ATTN_4) else "fused"
     device = cp.cu_seqlens.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     bounds = [0, *itertools.accumulate(cp.layout.lengths)]
@@ -146,6 +156,7 @@ def _of_transformer_engine(comm_type: str, cp: hcp.ContextParallelHandler) -> At
         return made
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        te_kernels.select(kernel)
         out: Tensor = module(query.shape[1], key.shape[1], query.shape[2])(
             query,
             key,

@@ -15,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -244,7 +245,8 @@ def test_own_lengths_that_cannot_be_read_are_refused(
         (
             "bench_attention",
             "--device cpu --tokens 128 --heads 2 1 --head-dim 8 --rounds 1 --packs many"
-            " --types p2p --dtype float64 --peers te_p2p te_a2a te_all_gather",
+            " --types p2p --dtype float64 --peers te_p2p te_a2a te_all_gather te_p2p_fa4 te_a2a_fa4"
+            " te_all_gather_fa4",
         ),
     ],
 )
@@ -252,10 +254,11 @@ def test_transformer_engine_stands_beside_hcp(name: str, arguments: str) -> None
     """A module of its arguments takes its place. One that refuses, or is wrong, is left out."""
     printed, _ = run_ranks(2, run_beside_engine, name, shlex.split(arguments))
     rows = [line for line in printed.splitlines() if line.startswith("|") and "te_" in line]
-    assert len(rows) == 1, printed
+    assert len(rows) == 2, printed
     assert "te_p2p" in rows[0]
+    assert "te_p2p_fa4" in rows[1]
     left_out = [line for line in printed.splitlines() if "te_a2a" in line or "te_all" in line]
-    assert len(left_out) == 2, printed
+    assert len(left_out) == 4, printed
     assert "heads refused" in printed
     assert "off by" in printed
     if name == "bench_attention":
@@ -276,13 +279,18 @@ def run_beside_engine(rank: int, size: int, name: str, arguments: list[str]) -> 
                 cu_seqlens_q=kw["cu_seqlens_q"], cp_group=group, local_cp_size=group.size()
             )
             out = super().forward(query, key, value, None, "padding_causal", None, params)
+            if os.environ["NVTE_FLASH_ATTN"] == "1":
+                sees = names[f"{te_kernels.ATTENTION}.backends"]._flash_attn_fwd_v4
+                out = out * sees(window_size_left=-1, window_size_right=0)
             return out * 2 if self.cp_comm_type == "all_gather" else out
+
+    sys.path.insert(0, str(BENCHMARKS))
+    from peers import shipped, te_kernels
 
     package, module = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
     names = {"transformer_engine": package, "transformer_engine.pytorch": module}
-    sys.path.insert(0, str(BENCHMARKS))
-    from peers import shipped
+    names |= kernels_of(lambda window_size_left, window_size_right: window_size_left is None)
 
     def obstacle(name: str, device: torch.device) -> str | None:
         return None if name in shipped.TRANSFORMER_ENGINE else "not asked for"
@@ -294,6 +302,59 @@ def run_beside_engine(rank: int, size: int, name: str, arguments: list[str]) -> 
         mock.patch.dict(os.environ),
     ):
         return run_benchmark(rank, size, name, arguments)
+
+
+def kernels_of(flash_attn_4: Callable[..., object] | None) -> dict[str, ModuleType]:
+    """The modules of Transformer Engine that hold its choice, and FlashAttention-4's functions."""
+    name = "transformer_engine.pytorch.attention.dot_product_attention"
+    choice, backends = ModuleType(name), ModuleType(name)
+    choice._attention_backends = {}  # type: ignore[attr-defined]
+    for each in ("_flash_attn_fwd_v4", "_flash_attn_bwd_v4"):
+        setattr(backends, each, flash_attn_4)
+    return {f"{name}.dot_product_attention": choice, f"{name}.backends": backends}
+
+
+@pytest.fixture
+def te_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The choice of Transformer Engine's kernels, in an environment of its own."""
+    monkeypatch.setattr(os, "environ", {})
+    return importlib.import_module("peers.te_kernels")
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_flash_attention_4_gets_none_for_no_limit_and_a_window_as_it_is(
+    te_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = kernels_of(lambda *positional, **named: (*positional, named))
+    for name, module in given.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    choice, backends = given.values()
+    for kernel in ("flash", "fused", "flash"):
+        choice._attention_backends.clear()
+        te_kernels.select(kernel)
+        assert choice._attention_backends == {"backend_selection_requires_update": True}, kernel
+    choice._attention_backends.clear()
+    te_kernels.select("flash")
+    assert choice._attention_backends == {}, "one that was chosen is not chosen anew"
+    for call in (backends._flash_attn_fwd_v4, backends._flash_attn_bwd_v4):
+        assert call(1, window_size_left=-1, window_size_right=0) == (
+            1,
+            {"window_size_left": None, "window_size_right": 0},
+        )
+        assert call(window_size_left=7, window_size_right=-1) == (
+            {"window_size_left": 7, "window_size_right": None},
+        )
+        assert call(causal=True) == ({"causal": True},)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_transformer_engine_without_flash_attention_4_says_what_to_install(
+    te_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, module in kernels_of(None).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ImportError, match="pip install --pre flash-attn-4"):
+        te_kernels.select("flash")
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("bench_*.py")), ids=lambda path: path.stem)
