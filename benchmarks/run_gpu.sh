@@ -3,9 +3,9 @@
 # on the machine. Builds nothing: needs hcp importable, and what each program compares with.
 #   benchmarks/run_gpu.sh FOLDER [SECONDS] [PART...]
 # Writes FOLDER/PART.log, and FOLDER/table.txt with exit codes and seconds. A part that hangs is
-# ended, and all of them within SECONDS (1200). Without PART: all.
+# ended, and all of them within SECONDS (1500). Without PART: all.
 set -uo pipefail
-folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1200}
+folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1500}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 wanted=" ${*:-gate exchange cut million one kernels attention transformer_engine ladder} "
@@ -27,15 +27,16 @@ ranks() { # NAME MOST_SECONDS PROGRAM OPTIONS...
 }
 
 engines=("te p2p fused" "te a2a fused")
-ranks gate 250 benchmarks/bench_megatron.py --te "${engines[@]}" --hcp hcp "wave greedy"
+ranks gate 330 benchmarks/bench_megatron.py --te "${engines[@]}" "te p2p flash" "te a2a flash" \
+  --hcp hcp "wave greedy"
 ranks exchange 45 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
-ranks million 170 benchmarks/bench_million.py
+ranks million 250 benchmarks/bench_million.py
 ranks one 170 benchmarks/bench_megatron.py --families one --tokens $((65536 * gpus)) --rounds 1 \
   --te "${engines[@]}" --hcp hcp --recompute --linear-loss --num-layers 16 --vocab-size 65536
 run kernels 90 python3 benchmarks/bench_attention_kernels.py
-ranks attention 150 benchmarks/bench_attention.py --packs one halves many --transports peer \
-  --peers te_p2p te_all_gather te_a2a
+ranks attention 190 benchmarks/bench_attention.py --packs one halves many --transports peer \
+  --peers te_p2p te_all_gather te_a2a te_p2p_fa4 te_all_gather_fa4 te_a2a_fa4
 ranks transformer_engine 120 tests/cuda/check_transformer_engine.py
 run ladder 270 python3 benchmarks/bench_million.py --ladder --memory-gib 8 \
   --tokens $((65536 * gpus)) --rung-seconds 30 --deadline 260 --types p2p a2a --te te_p2p te_a2a

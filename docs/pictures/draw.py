@@ -191,23 +191,32 @@ def plan() -> str:
     return simulate(parse_arguments(SIMULATED.split())).picture()
 
 
-MEASURED = {"Wikipedia": 1.19, "GitHub": 1.18, "LongAlign": 1.13, "ChatQA2": 1.18}
-"""Tokens per second over Transformer Engine's best, by the page of results that README.md names."""
+MEASURED = {
+    "over Transformer Engine by cuDNN": {"Wikipedia": 1.14, "GitHub": 1.14, "LongAlign": 1.13, "ChatQA2": 1.15},
+    "by FlashAttention-4": {"Wikipedia": 1.11, "GitHub": 1.08, "LongAlign": 1.04, "ChatQA2": 1.10},
+}
+"""Tokens per second over the faster of Transformer Engine's p2p and a2a, by its kernels and by the
+family of lengths: benchmarks/results/megatron_h200x2_2026-11-27.md."""
 
 
 def speeds() -> str:
-    """Tokens per second beside Transformer Engine, by family of lengths."""
+    """Tokens per second beside both Transformer Engines, by family of lengths."""
     left, wide, parts = 92, 300, []
-    scale = wide / max(MEASURED.values())
-    for i, (family, speed) in enumerate(MEASURED.items()):
-        y = 10 + 30 * i
-        parts.append(text(left - 8, y + 15, family, anchor="end"))
-        parts.append(cell(left, y, speed * scale, 20, RANKS[0]))
-        parts.append(text(left + speed * scale + 6, y + 15, f"{speed:.2f}", "head"))
-    foot = 10 + 30 * len(MEASURED)
-    parts.append(f'<path class="line" d="M{left + scale:g} 4V{foot}" stroke-dasharray="3 3"/>')
+    scale = wide / max(max(by.values()) for by in MEASURED.values())
+    for n, (peer, by) in enumerate(MEASURED.items()):
+        x = 8 + 252 * n
+        parts.append(cell(x, 6, 12, 12, RANKS[n]))
+        parts.append(text(x + 18, 16, peer, "note"))
+        for i, (family, speed) in enumerate(by.items()):
+            y = 28 + 42 * i + 17 * n
+            if n == 0:
+                parts.append(text(left - 8, y + 22, family, anchor="end"))
+            parts.append(cell(left, y, speed * scale, 16, RANKS[n]))
+            parts.append(text(left + speed * scale + 6, y + 13, f"{speed:.2f}", "head"))
+    foot = 28 + 42 * len(by)
+    parts.append(f'<path class="line" d="M{left + scale:g} 22V{foot}" stroke-dasharray="3 3"/>')
     parts.append(text(left + scale, foot + 14, "Transformer Engine = 1", "note", "end"))
-    what = "hcp's tokens per second over Transformer Engine's, 4 H200s"
+    what = "hcp's tokens per second over Transformer Engine's, 2 H200s"
     parts.append(text(8, foot + 34, what, "note"))
     return picture(foot + 42, parts, "Speed of hcp over Transformer Engine's best, by lengths")
 
