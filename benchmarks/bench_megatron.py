@@ -447,8 +447,32 @@ def engine_model(job: Job, name: str) -> nn.Module:
 
 def check_attention(job: Job, engine: Engine) -> None:
     """Compare the attention of its first layer on a small pack, and gradients, with the formula."""
+    case = small_pack(job)
+    whole = {name: x.to(job.device) for name, x in inputs(case).items()}
+    given = conforming.Job(case, dist.get_rank(), job.ranks, job.device, whole)
+    rows = given.zigzag()
+    leaves = given.cut(rows)
+    engine.select()
+    decoder: Any = engine.model.decoder
+    attention = decoder.layers[0].self_attention.core_attention
+    packed = packed_params(case.lengths, job.device)
+    masks = None, AttnMaskType.padding_causal
+    out = attention(*leaves, *masks, packed_seq_params=packed).view_as(leaves[0])
+    out.backward(whole["grad"][rows.to(job.device)])
+    results = out.detach(), *(leaf.grad for leaf in leaves)
+    expected = (one_rank(case)[name] for name in ("out", *GRADIENTS[:3]))
+    wrong = max(map(error_of, results, (x[rows] for x in expected)))
+    wrong = slowest(wrong, job.device)
+    if wrong > MOST_WRONG:
+        raise ValueError(
+            f"its attention is off the formula by {wrong:.2g} of the largest element, expected <= "
+            f"{MOST_WRONG}"
+        )
+
+
+def small_pack(job: Job) -> Case:
     args, chunk = job.args, 2 * job.ranks
-    case = Case(
+    return Case(
         "a small pack",
         (8 * chunk, 40 * chunk, chunk, 4 * chunk),
         heads=args.num_attention_heads,
@@ -456,28 +480,11 @@ def check_attention(job: Job, engine: Engine) -> None:
         head_dim=args.hidden_size // args.num_attention_heads,
         dtype="bfloat16",
     )
-    whole = {name: x.to(job.device) for name, x in inputs(case).items()}
-    given = conforming.Job(case, dist.get_rank(), job.ranks, job.device, whole)
-    rows = given.zigzag()
-    leaves = given.cut(rows)
-    engine.select()
-    attention = engine.model.decoder.layers[0].self_attention.core_attention
-    packed = packed_params(case.lengths, job.device)
-    masks = None, AttnMaskType.padding_causal
-    out = attention(*leaves, *masks, packed_seq_params=packed).view_as(leaves[0])
-    out.backward(whole["grad"][rows.to(job.device)])
-    found = {"out": out.detach()}
-    found |= {name: leaf.grad for name, leaf in zip(GRADIENTS, leaves, strict=False)}
-    wrong = 0.0
-    for name, expected in one_rank(case).items():
-        error = (found[name].double().cpu() - expected[rows]).abs().max() / expected.abs().max()
-        wrong = max(wrong, float(error.nan_to_num(torch.inf)))
-    wrong = slowest(wrong, job.device)
-    if wrong > MOST_WRONG:
-        raise ValueError(
-            f"its attention is off the formula by {wrong:.2g} of the largest element, expected <= "
-            f"{MOST_WRONG}"
-        )
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    error = (found.double().cpu() - expected).abs().max() / expected.abs().max()
+    return float(error.nan_to_num(torch.inf))
 
 
 def reason_of(error: Exception) -> str:

@@ -304,6 +304,42 @@ def run_beside_engine(rank: int, size: int, name: str, arguments: list[str]) -> 
         return run_benchmark(rank, size, name, arguments)
 
 
+@pytest.mark.parametrize(("factor", "said"), [(1.0, ""), (1.1, "off the formula by 0.1")])
+def test_a_wrong_attention_of_megatrons_is_told_from_the_formula(factor: float, said: str) -> None:
+    skip_without_needs("bench_megatron")
+    for refused in run_ranks(2, check_small_pack, factor):
+        assert said in refused if said else refused == ""
+
+
+def check_small_pack(rank: int, size: int, factor: float) -> str:
+    """What bench_megatron says of attention that is so many times the right one."""
+    sys.path.insert(0, str(BENCHMARKS))
+    bench: Any = importlib.import_module("bench_megatron")
+    sys.path.remove(str(BENCHMARKS))
+    ring = core_attention.RingLike()
+    ring.set_context_parallel_group(dist.group.WORLD, list(range(size)), None, "p2p")
+
+    def core(*rows: Any, packed_seq_params: Any) -> Tensor:
+        query, key, value = (x.double() for x in rows[:3])
+        params = SimpleNamespace(
+            cu_seqlens_q=packed_seq_params.cu_seqlens_q,
+            cp_group=dist.group.WORLD,
+            local_cp_size=size,
+        )
+        out = ring(query, key, value, None, "padding_causal", None, params)
+        return (out * factor).to(torch.bfloat16)
+
+    layer = SimpleNamespace(self_attention=SimpleNamespace(core_attention=core))
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer]))
+    args = SimpleNamespace(num_attention_heads=4, num_query_groups=2, hidden_size=32)
+    job = SimpleNamespace(args=args, ranks=size, device=torch.device("cpu"))
+    try:
+        bench.check_attention(job, SimpleNamespace(model=model, select=lambda: None))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def kernels_of(flash_attn_4: Callable[..., object] | None) -> dict[str, ModuleType]:
     """The modules of Transformer Engine that hold its choice, and FlashAttention-4's functions."""
     name = "transformer_engine.pytorch.attention.dot_product_attention"
