@@ -129,8 +129,8 @@ def plan_words(plan: Plan, first: Plan | None = None, bound: int | None = None) 
     faster = f"x {_ratio(first.makespan, plan.makespan):.2f}, " if first else ""
     least = plan.bound if bound is None else bound
     return (
-        f"{faster}idle {report.idle_share:.0%}, {_ratio(plan.makespan, least):.2f} of the bound "
-        "(dotted)",
+        f"{faster}idle {report.idle_share:.0%}, {_ratio(plan.makespan, least):.2f} x the lower "
+        "bound (dotted)",
         f"{len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
         f"{report.micro_batches} micro-batch{plural}{staged}",
     )
@@ -144,7 +144,7 @@ class Timelines(dict[str, "Plan"]):
     """Plans by their names, which a notebook shows as timelines on one axis of time.
 
     A title has the speed of a plan over that of the first one, its idle share, and its time over
-    the bound (dotted). `plan` alone, as the last line of a cell, shows one timeline.
+    the lower bound (dotted). `plan` alone, as the last line of a cell, shows one timeline.
     """
 
     def _repr_html_(self) -> str:
@@ -183,6 +183,7 @@ def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
         f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
+    yield _text(width - RIGHT + 38, scale.top - 4, "idle", "small", "end")
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
     for rank, idle in enumerate(idle_shares(plan, boxes)):
         y, height = scale.y(rank), scale.per_rank

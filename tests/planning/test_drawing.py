@@ -54,10 +54,10 @@ def test_plans_share_an_axis_and_the_unit_gives_it_seconds() -> None:
     assert max(ends[:4]) > max(ends[4:])
     assert f"{slow.makespan:,.1f} ms" in drawn
     faster = slow.makespan / fast.makespan
-    assert f"slow &lt;&amp;&gt;: x 1.00, idle 0%, {faster:.2f} of the bound (dotted)" in drawn
-    assert f"fast: x {faster:.2f}, idle 0%, 1.00 of the bound (dotted)" in drawn
+    assert f"slow &lt;&amp;&gt;: x 1.00, idle 0%, {faster:.2f} x the lower bound (dotted)" in drawn
+    assert f"fast: x {faster:.2f}, idle 0%, 1.00 x the lower bound (dotted)" in drawn
     words = "4 sequences, 400 tokens on 4 ranks, 1 micro-batch"
-    assert plan_words(fast) == ("idle 0%, 1.00 of the bound (dotted)", words)
+    assert plan_words(fast) == ("idle 0%, 1.00 x the lower bound (dotted)", words)
     assert drawn.count(words) == 2
 
 
