@@ -50,12 +50,23 @@ class Metrics:
     """
 
     def __init__(self, eval_pgs: ProcessGroups) -> None:
+        """Begin with nothing added.
+
+        Args:
+            eval_pgs: the process groups of the layout under which the model is evaluated.
+        """
         self._groups = eval_pgs
         self._sums: dict[str, list[Tensor]] = {}
 
     def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Add values with their weights, which have the same shape. A value of weight 0 does not
-        count, even if it is not finite."""
+        """Add values with their weights.
+
+        Args:
+            name: of the metric, the same on every rank.
+            values: any shape.
+            mask: the weights, of the same shape. A value of weight 0 does not count, even if it is
+                not finite. None: all count.
+        """
         weights = torch.ones_like(values) if mask is None else mask
         if values.shape != weights.shape:
             raise ValueError(
@@ -67,7 +78,13 @@ class Metrics:
         self.add_sum(name, masked.sum(), weights.sum())
 
     def add_sum(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add a sum and a count that a loss function has made, such as Megatron's [sum, tokens]."""
+        """Add a sum and a count that a loss function has made, such as Megatron's [sum, tokens].
+
+        Args:
+            name: of the metric, the same on every rank.
+            total: the sum of this rank's values.
+            count: the sum of their weights.
+        """
         pair = [
             torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in (total, count)
         ]

@@ -111,13 +111,26 @@ class EvalPlan:
         masks: MasksFor | None = None,
         memory: MemoryModel | None = None,
     ) -> None:
-        """`samples`: their number, or the length of each in tokens.
+        """Plan an evaluation. Without lengths, `batches` gives the samples out by data parallelism.
+        With lengths, `dispatch` spreads global batches over dp_cp by the dynamic scheduler.
 
-        Without lengths, `batches` gives them out by data parallelism. With lengths, `dispatch`
-        spreads global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler.
-        A rank then gets at most `max_tokens_per_rank` rows. `degree` is one CP degree for all
-        samples. `min_degree`, `ranks_per_node`, `cost`, `sync` and `memory` are those of
-        `hcp.plan`. `masks`: gives the masks of sequences of these lengths.
+        Args:
+            samples: their number, or the length of each in tokens.
+            eval_pgs: the process groups of the eval layout.
+            micro_batch_size: samples of a rank in a micro-batch of `batches`.
+            max_tokens_per_rank: most rows of a rank in a micro-batch; required with lengths, as all
+                arguments below need lengths.
+            global_batch_size: samples of one global batch of `dispatch`; None: all.
+            degree: one CP degree for all samples; None: the plan chooses.
+            min_degree: fewest ranks of a sample.
+            ranks_per_node: ranks of a node, as of `hcp.plan`.
+            cost: the prices, as of `hcp.plan`.
+            sync: when ranks wait for each other, as of `hcp.plan`.
+            masks: gives the masks of sequences of these lengths.
+            memory: a limit of bytes, as of `hcp.plan`.
+
+        Raises:
+            ValueError: a number out of its range, or an argument of `dispatch` without lengths.
         """
         self._masks = masks
         samples = plain(samples)
@@ -167,7 +180,17 @@ class EvalPlan:
         return -(-self.num_samples // stride)
 
     def indices(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sample indices and weights of one micro-batch of this rank."""
+        """Give the samples of one micro-batch of this rank.
+
+        Args:
+            micro_batch: its number, from 0.
+
+        Returns:
+            The indices of the samples, and the weight of each: 0 for a filler.
+
+        Raises:
+            ValueError: there is no micro-batch of this number.
+        """
         if not 0 <= micro_batch < self.num_micro_batches:
             raise ValueError(
                 f"micro_batch is {micro_batch}, expected one of {self.num_micro_batches}"
@@ -183,14 +206,23 @@ class EvalPlan:
     ) -> Iterator[EvalBatch]:
         """Yield this rank's micro-batches. A plan that was resumed yields those that are left.
 
-        `dataset`: map-style (`dataset[i]`), or any iterable that gives the same samples in the same
-        order on every rank. If a dataset ends early, fillers follow, so that nobody waits for this
-        rank, and `finish` raises on all ranks. An exception that the dataset raises for a sample
-        that it has is raised here, an IndexError too, and is an HcpError on the other ranks.
+        All ranks of dp_cp iterate together while siblings are checked. If a dataset ends early,
+        fillers follow, so that nobody waits for this rank, and `finish` raises on all ranks.
 
-        `check_siblings`: the ranks of a CP group compare a hash of what they loaded (tensors,
-        arrays, bytes, numbers, text, and lists, dictionaries and dataclasses of them), and raise
-        HcpError if it differs. All ranks of dp_cp then iterate together.
+        Args:
+            dataset: map-style (`dataset[i]`), or any iterable that gives the same samples in the
+                same order on every rank.
+            check_siblings: the ranks of a CP group compare a hash of what they loaded (tensors,
+                arrays, bytes, numbers, text, and lists, dictionaries and dataclasses of them).
+            device: where the weights lie.
+
+        Returns:
+            An iterator over the micro-batches.
+
+        Raises:
+            HcpError: siblings loaded different bytes, or the dataset of another rank raised an
+                error. An error of this rank's own dataset is raised unchanged.
+            ValueError: the plan was made with lengths.
         """
         if self.lengths is not None:
             raise ValueError("the plan was made with lengths, expected none: or use dispatch()")
@@ -256,7 +288,17 @@ class EvalPlan:
     # ---- by the dynamic scheduler ----
 
     def plan(self, batch: int) -> Plan:
-        """Return the plan of one global batch. The samples must have lengths."""
+        """Plan one global batch of `dispatch`.
+
+        Args:
+            batch: its number, from 0.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: the evaluation was planned without lengths, or has no such batch.
+        """
         if self.lengths is None or self._max_tokens is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         batches = -(-self.num_samples // self.global_batch_size)
@@ -286,10 +328,22 @@ class EvalPlan:
         **options: Any,
     ) -> Iterator[Step]:
         """Yield the global batches as steps of `hcp.dispatch`. One rank loads each sample, and its
-        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `plan_ahead`: how
-        many steps are planned and dispatched while one before them is computed; every rank of the
-        job then takes the first step, and with 0 every rank of dp_cp. `fields`, `handler_cls` and
-        `options` go to `hcp.dispatch`."""
+        rows are computed once.
+
+        Args:
+            dataset: map-style, of dictionaries of tensors.
+            fields: the rules of fields, as of `hcp.dispatch`.
+            plan_ahead: steps that are planned and dispatched while one before them is computed.
+                Every rank of the job then takes the first step, and with 0 every rank of dp_cp.
+            handler_cls: the class of handlers, as of `hcp.dispatch`.
+            **options: all else that `hcp.dispatch` takes.
+
+        Returns:
+            An iterator over the steps.
+
+        Raises:
+            ValueError: the plan was made without lengths.
+        """
         if self.lengths is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         self._check_not_finished()
@@ -409,9 +463,15 @@ class EvalPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken, on the same rank. Raises ValueError for the state of
-        another plan or rank. A state of an older version does not name its rank; it is taken, with
-        a warning."""
+        """Resume where `state_dict` was taken, on the same rank. A state of an older version does
+        not name its rank; it is taken, with a warning.
+
+        Args:
+            state: what `state_dict` gave.
+
+        Raises:
+            ValueError: the state of another plan or rank.
+        """
         expect_names("state", state, ("next", "seen", "made_for"))
         own = self._made_for()
         if "rank" not in state["made_for"]:

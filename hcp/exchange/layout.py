@@ -26,6 +26,16 @@ class Layout:
     """The rows that ``rank`` holds in a micro-batch of a plan. A rank without rows has degree 0."""
 
     def __init__(self, plan: Plan, micro_batch: int, rank: int) -> None:
+        """Lay out one micro-batch of a plan for one rank.
+
+        Args:
+            plan: the plan.
+            micro_batch: its place in the plan, from 0.
+            rank: of the plan's ranks, from 0.
+
+        Raises:
+            ValueError: the plan has no such micro-batch or rank.
+        """
         core = _core.create_layout(plan.core, micro_batch, rank)
         self.plan = plan
         self.micro_batch: int = core.micro_batch

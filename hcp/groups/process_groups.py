@@ -82,16 +82,25 @@ class ProcessGroups(OfThisProcess):
         transport: TransportName = "auto",
         peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
-        """Take the groups that a trainer already has, from a mapping or an object's attributes.
+        """Take the groups that a trainer already has.
 
         Only `dp_cp` must be there. Roles that are missing or None stay absent. The groups remain
         the trainer's; hcp creates one, its duplicate of `dp_cp`. Every rank of the job calls this.
+        hcp's own groups are returned as they are, and take no options.
 
-        `transport` and `peer_buffer_bytes`: see `build_process_groups`. hcp's own groups are
-        returned as they are, and take no options.
-        `order`: the order of dimensions in which the trainer lays out its ranks. If the groups fit
-        a grid of that order, `grid` and `with_context_parallel` work. Raises ValueError for a
-        missing `dp_cp` and for anything that is not a process group of this rank.
+        Args:
+            collection: a mapping, or an object with the groups as attributes.
+            order: of dimensions in which the trainer lays out its ranks. If the groups fit a grid
+                of that order, `grid` and `with_context_parallel` work.
+            timeout: of hcp's own group; None: that of `dp_cp`.
+            transport: as of `build_process_groups`.
+            peer_buffer_bytes: as of `build_process_groups`.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ValueError: `dp_cp` is missing, or something is not a process group of this rank.
         """
         if isinstance(collection, ProcessGroups):
             if (timeout, transport, peer_buffer_bytes) != (None, "auto", BUFFER_BYTES):
@@ -138,12 +147,21 @@ class ProcessGroups(OfThisProcess):
         transport: TransportName = "auto",
         peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
-        """Take the job layout of a DeviceMesh, with the mesh's own groups for its dimensions.
+        """Take the job layout of a DeviceMesh, with the mesh's own groups for its dimensions. hcp
+        creates the groups that span several dimensions. Every rank calls this.
 
-        `names`: the mesh's names of the dimensions that it does not call tp, cp, dp or pp. hcp
-        creates the groups that span several dimensions. The mesh covers the whole job with its
-        ranks in order, and every rank calls this. `transport` and `peer_buffer_bytes`: see
-        `build_process_groups`.
+        Args:
+            mesh: covers the whole job, with its ranks in order.
+            names: the mesh's names of the dimensions that it does not call tp, cp, dp or pp.
+            timeout: of the groups that hcp creates; None: the job's.
+            transport: as of `build_process_groups`.
+            peer_buffer_bytes: as of `build_process_groups`.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ValueError: the mesh does not cover the job, or has a dimension of an unknown name.
         """
         require_initialised("ProcessGroups.from_device_mesh")
         with tell_others_of_errors():
@@ -202,30 +220,60 @@ class ProcessGroups(OfThisProcess):
         return self._grid
 
     def size(self, role: str) -> int:
-        """The number of ranks in this rank's group of a role."""
+        """Count the ranks of a group.
+
+        Args:
+            role: such as "cp" or "dp_cp".
+
+        Returns:
+            The number of ranks in this rank's group of the role.
+        """
         return dist.get_world_size(self._group(role))
 
     def rank(self, role: str) -> int:
-        """This rank's place in its group of a role."""
+        """Find this rank in a group.
+
+        Args:
+            role: such as "cp" or "dp_cp".
+
+        Returns:
+            Its place in its group of the role.
+        """
         return dist.get_rank(self._group(role))
 
     def ranks(self, role: str) -> list[int]:
-        """The global ranks of this rank's group of a role."""
+        """List the ranks of a group.
+
+        Args:
+            role: such as "cp" or "dp_cp".
+
+        Returns:
+            The global ranks of this rank's group of the role.
+        """
         return dist.get_process_group_ranks(self._group(role))
 
     def with_context_parallel(
         self, size: int, *, hierarchical: Sequence[int] | None = None
     ) -> ProcessGroups:
-        """Make another job layout of the same ranks, with CP groups of `size` and DP groups to fit.
+        """Make another job layout of the same ranks, with CP groups of one size and DP groups to
+        fit.
 
-        `hierarchical`: sizes of the levels of hierarchical CP, the innermost first, whose product
-        is `size`; their groups are `hierarchy`. By default the new layout has as many levels as
-        this one. Each level takes the greatest common divisor of its old size and what is left, the
-        last one the rest. So `eval_cp_context` can replace each level.
+        It creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares
+        the others, and `transport`.
 
-        Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
-        others, and `transport`. Raises ValueError if dp * cp is not divisible by `size`, and if a
-        rank would change its place in tp or pp, since its weights would have to move.
+        Args:
+            size: of the CP groups.
+            hierarchical: sizes of the levels of hierarchical CP, the innermost first, whose product
+                is `size`; their groups are `hierarchy`. By default the new layout has as many
+                levels as this one. Each level takes the greatest common divisor of its old size and
+                what is left, the last one the rest. So `eval_cp_context` can replace each level.
+
+        Returns:
+            The groups of the other layout.
+
+        Raises:
+            ValueError: dp * cp is not divisible by `size`, or a rank would change its place in tp
+                or pp, since its weights would have to move.
         """
         with tell_others_of_errors():
             grid = resized(self.grid, size)

@@ -23,11 +23,7 @@ from hcp.megatron_style.packed import check_group, packed_seq_params, whole_para
 
 
 class CoreAttention(torch.nn.Module):
-    """hcp's own attention as a module, which is called as Megatron calls its core attention.
-
-    The options are those of :meth:`hcp.ContextParallelHandler.attention`. ``sinks``: a parameter
-    of one logit per head.
-    """
+    """hcp's own attention as a module, which is called as Megatron calls its core attention."""
 
     def __init__(
         self,
@@ -39,6 +35,16 @@ class CoreAttention(torch.nn.Module):
         softcap: float = 0.0,
         comm_type: CommType | None = None,
     ) -> None:
+        """Keep the options of :meth:`hcp.ContextParallelHandler.attention`.
+
+        Args:
+            causal: a token sees nothing after itself.
+            window_size: (left, right); -1: no limit.
+            softmax_scale: None: 1 / sqrt(head size).
+            sinks: a parameter of one logit per head.
+            softcap: the cap of scores; 0: none.
+            comm_type: how keys and values travel; None: the handler's first.
+        """
         super().__init__()
         self.causal = causal
         self.window_size = window_size

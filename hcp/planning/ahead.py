@@ -172,8 +172,16 @@ class PlanAhead(Generic[Batch, Planned]):
         depth: int = 1,
         worker: Worker | None = None,
     ) -> None:
-        """``worker``: runs ``prepare``, and outlives these batches. All that it was given is run,
-        in order, also after ``close``: each rank of a job then makes the same calls."""
+        """Keep what will be planned. Planning begins when the first batch is asked for.
+
+        Args:
+            batches: what is planned; read on the caller's thread, in order.
+            prepare: makes the plan of a batch, on the planning thread.
+            depth: batches that are planned ahead of the one that was taken.
+            worker: runs ``prepare``, and outlives these batches. All that it was given is run, in
+                order, also after ``close``: each rank of a job then makes the same calls. None: one
+                of its own.
+        """
         if depth < 1:
             raise ValueError(f"depth is {depth}, expected >= 1")
         self._batches = iter(batches)

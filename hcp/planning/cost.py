@@ -103,8 +103,17 @@ class CostModel:
     def time(
         self, length: int, degree: int, ranks_per_node: int = 0, pairs: int | None = None
     ) -> int:
-        """Return the time of a sequence of ``length`` tokens on ``degree`` ranks, without
-        ``launch``. ``pairs``: its own, in place of those of the window."""
+        """Give the time of one sequence, without ``launch``.
+
+        Args:
+            length: its tokens.
+            degree: ranks that compute it.
+            ranks_per_node: of a node; 0: one node has all.
+            pairs: its query-key pairs, in place of those of the window.
+
+        Returns:
+            The time, in units.
+        """
         if self.function is not None:
             return self._call(length, degree)
         own = -1 if pairs is None else pairs
@@ -119,16 +128,26 @@ class CostModel:
         unit: float = 1e-9,
         prices: CostModel | None = None,
     ) -> CostModel:
-        """Make a model of any ``f(length, degree) -> seconds``.
+        """Make a model of any function of a length and a degree.
 
-        It is called once per distinct length and degree that a plan needs. ``launch``: seconds of
-        one micro-batch on one rank (default: 0, or that of ``prices``). Seconds become integers of
-        ``unit`` seconds, rounded up. On several ranks, send one rank's ``tabulated`` to the others,
-        since floats may differ between machines.
+        On several ranks, send one rank's ``tabulated`` to the others, since floats may differ
+        between machines.
 
-        ``prices``: a model of prices with a ``unit``, such as a calibrated one; its unit is then
-        that of all. The comm type "auto" chooses by these prices, and is refused without them,
-        since whole times do not contain the time of a comm type. They decide nothing else.
+        Args:
+            f: ``f(length, degree)`` gives seconds. It is called once per distinct length and degree
+                that a plan needs.
+            launch: seconds of one micro-batch on one rank; None: 0, or that of ``prices``.
+            unit: seconds become integers of so many seconds, rounded up.
+            prices: a model of prices with a ``unit``, such as a calibrated one; its unit is then
+                that of all. The comm type "auto" chooses by these prices, and is refused without
+                them, since whole times do not contain the time of a comm type. They decide nothing
+                else.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: seconds below 0, or prices without a unit.
         """
         if launch is not None and not (math.isfinite(launch) and launch >= 0):
             raise ValueError(f"launch is {launch!r}, expected seconds >= 0")
@@ -146,7 +165,15 @@ class CostModel:
         return replace(prices, function=f, launch=fixed)
 
     def tabulated(self, lengths: Iterable[int], degrees: Iterable[int]) -> CostModel:
-        """Return the model as plain integers: a function becomes a table, all else stays."""
+        """Make the model plain integers: a function becomes a table, all else stays.
+
+        Args:
+            lengths: of the sequences that will be planned.
+            degrees: that a plan may have.
+
+        Returns:
+            The model, which equals itself on every rank.
+        """
         if self.function is None:
             return self
         rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
@@ -171,10 +198,22 @@ class CostModel:
     ) -> CostModel:
         """Make a model of prices in seconds, measured or computed. Missing prices are 0.
 
-        ``pair``, ``token``, ``exchange``, ``launch``, ``exchange_far``, ``all_to_all``,
-        ``all_to_all_far`` and ``step`` become integers of one unit, a power of ten, in which
-        ``pair`` (or ``token``, if ``pair`` is 0) has four digits. It is right to 0.05%, and a
-        thousand sequences of a million tokens still sum within 63 bits.
+        Prices become integers of one unit, a power of ten, in which ``pair`` (or ``token``, if
+        ``pair`` is 0) has four digits. It is right to 0.05%, and a thousand sequences of a million
+        tokens still sum within 63 bits.
+
+        Args:
+            window: the most keys that a query sees; 0: all before it.
+            tile: rows that a chunk is rounded up to; 0: none.
+            overlap: 1: the exchange overlaps with attention.
+            **seconds: of ``pair``, ``token``, ``exchange``, ``launch``, ``exchange_far``,
+                ``all_to_all``, ``all_to_all_far`` and ``step``.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: another name, a number below 0, or ``pair`` and ``token`` both 0.
         """
         named = {"pair": 0.0, "token": 0.0, "exchange": 0.0, "launch": 0.0} | seconds
         unknown = sorted(named.keys() - set(TIMES))
@@ -193,9 +232,16 @@ class CostModel:
         return cls(**prices, window=window, tile=tile, overlap=overlap, unit=unit)
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
-        """Write the integers as JSON, for :meth:`load`. ``provenance``: their origin, as JSON
-        values; the names of ``kernels`` are its entry of that name, with their versions or without.
-        A cost function must be ``tabulated`` first."""
+        """Write the integers as JSON, for :meth:`load`.
+
+        Args:
+            path: of the file.
+            provenance: the origin of the prices, as JSON values; the names of ``kernels`` are its
+                entry of that name, with their versions or without.
+
+        Raises:
+            ValueError: the model is a function: save what ``tabulated`` gives.
+        """
         if self.function is not None:
             raise ValueError("the cost model is a function: save what tabulated(...) gives")
         table = None if self.table is None else self.table._asdict()
@@ -211,7 +257,14 @@ class CostModel:
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
         """Read a file of :meth:`save` or ``python -m hcp calibrate``: equal integers on every rank.
 
-        Raises ValueError that names the file and the entry that is not as expected.
+        Args:
+            path: of the file.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: an entry that is not as expected; the file and the entry are named.
         """
         return saved.read(path, FORMAT, ("unit_seconds", "prices", "table"), _from_entries)
 
@@ -230,14 +283,25 @@ class CostModel:
         launch_flops: int = 100_000_000_000,
     ) -> CostModel:
         """Make a model of prices in floating-point operations of one decoder layer's forward pass.
+        SwiGLU is assumed (three matrices in the feed-forward layer).
 
-        ``flops_per_byte``: the machine's compute rate over its exchange rate (default: 400 TFLOP/s
-        over 250 GB/s, as by NVLink). ``flops_per_byte_far``: the same in a group that spans nodes
-        (default: over 50 GB/s). It counts where a plan knows ``ranks_per_node``, and where it is
-        the larger of the two. ``launch_flops``: the operations that the machine could compute in
-        the time that every micro-batch costs a layer, whatever rows it holds (default: 0.25 ms,
-        which were fitted to layers of Megatron-Core on H200s). SwiGLU is assumed (three matrices in
-        the feed-forward layer).
+        Args:
+            hidden_size: values of a token between layers.
+            ffn_hidden_size: values of a token inside the feed-forward layer.
+            num_attention_heads: query heads.
+            num_query_groups: key-value heads; None: as many.
+            head_dim: of a head; None: hidden_size / num_attention_heads.
+            bytes_per_element: of keys and values.
+            flops_per_byte: the machine's compute rate over its exchange rate (default: 400 TFLOP/s
+                over 250 GB/s, as by NVLink).
+            flops_per_byte_far: the same in a group that spans nodes (default: over 50 GB/s). It
+                counts where a plan knows ``ranks_per_node``, and where it is the larger of the two.
+            launch_flops: operations that the machine could compute in the time that every
+                micro-batch costs a layer, whatever rows it holds (default: 0.25 ms, which were
+                fitted to layers of Megatron-Core on H200s).
+
+        Returns:
+            The model.
         """
         groups = num_query_groups or num_attention_heads
         sizes = {
@@ -267,7 +331,17 @@ class CostModel:
 
     @classmethod
     def preset(cls, name: Preset) -> CostModel:
-        """Return a published or measured cost model: one of :data:`PRESETS`."""
+        """Give a published or measured cost model.
+
+        Args:
+            name: one of :data:`PRESETS`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: another name.
+        """
         if name not in PRESETS:
             raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")
         return PRESETS[name]

@@ -74,12 +74,7 @@ def _pairs_up_to(part: Slice, ahead: int) -> int:
 class Mask:
     """An immutable mask of one sequence: which of its tokens each token sees.
 
-    ``slices``: (queries, keys, kind) or :class:`Slice`, in any order. No pair may be in two of
-    them. A token that is in none sees nothing: its attention is 0. ``positions``: runs (first
-    token, its position) for tokens whose positions are not their places in the sequence, the first
-    run at token 0; positions ascend within a run.
-
-    Raises ValueError that names the slice.
+    A token that is in no slice sees nothing: its attention is 0.
     """
 
     __slots__ = ("__dict__", "length", "runs", "slices")
@@ -97,6 +92,20 @@ class Mask:
         slices: Iterable[Slice | tuple[Any, ...]],
         positions: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        """Check the slices, and keep them in order.
+
+        Args:
+            length: tokens of the sequence.
+            slices: (queries, keys, kind) or :class:`Slice`, in any order. No pair may be in two of
+                them.
+            positions: runs (first token, its position), the first run at token 0, for tokens whose
+                positions are not their places in the sequence; they ascend within a run. None: they
+                are their places.
+
+        Raises:
+            ValueError: a slice outside the sequence, of an unknown kind, or over another; it is
+                named.
+        """
         set_once = object.__setattr__
         set_once(self, "length", expect_size("length", length))
         made = [_checked(self.length, i, part) for i, part in enumerate(slices)]
@@ -111,36 +120,73 @@ class Mask:
 
     @classmethod
     def full(cls, length: int) -> Self:
-        """Every token sees every token."""
+        """Every token sees every token.
+
+        Args:
+            length: tokens of the sequence.
+
+        Returns:
+            The mask.
+        """
         return cls(length, [Slice((0, length), (0, length))])
 
     @classmethod
     def causal(cls, length: int) -> Self:
-        """A token sees itself and what comes before it."""
+        """A token sees itself and what comes before it.
+
+        Args:
+            length: tokens of the sequence.
+
+        Returns:
+            The mask.
+        """
         return cls(length, [Slice((0, length), (0, length), CAUSAL)])
 
     @classmethod
     def window(cls, length: int, left: int, right: int = 0) -> Self:
-        """Token i sees those from i - left to i + right; -1: no limit on that side."""
+        """Token i sees those from i - left to i + right.
+
+        Args:
+            length: tokens of the sequence.
+            left: tokens seen before a token; -1: no limit.
+            right: tokens seen after it; -1: no limit.
+
+        Returns:
+            The mask.
+        """
         expect_size("left", left, least=-1)
         expect_size("right", right, least=-1)
         return cls(length, _band((0, length), (0, length), left, right))
 
     @classmethod
     def prefix_lm(cls, length: int, prefix: int) -> Self:
-        """The first ``prefix`` tokens see each other, both ways; later ones are causal
-        (T5, https://arxiv.org/abs/1910.10683; PaliGemma)."""
+        """The first tokens see each other, both ways; later ones are causal (T5,
+        https://arxiv.org/abs/1910.10683; PaliGemma).
+
+        Args:
+            length: tokens of the sequence.
+            prefix: tokens of its beginning that see each other.
+
+        Returns:
+            The mask.
+        """
         return cls.bidirectional_spans(length, [(0, prefix)] if prefix else [])
 
     @classmethod
     def bidirectional_spans(
         cls, length: int, spans: Iterable[tuple[int, int]], *, left: int = -1
     ) -> Self:
-        """A causal text in which the tokens of each span, (first, end), see their whole span: the
-        images of Gemma 3.
+        """A causal text in which the tokens of each span see their whole span: the images of Gemma
+        3.
 
-        ``left``: tokens see at most so many before themselves, and the whole span that they are in;
-        -1: no limit.
+        Args:
+            length: tokens of the sequence.
+            spans: (first, end) of each span.
+            left: tokens see at most so many before themselves, and the whole span that they are in;
+                -1: no limit.
+
+        Returns:
+            The mask.
         """
         expect_size("left", left, least=-1)
         parts: list[Slice] = []
@@ -162,7 +208,15 @@ class Mask:
 
     @classmethod
     def chunked(cls, length: int, chunk: int) -> Self:
-        """Causal inside each chunk of so many tokens: chunked attention (Llama 4)."""
+        """Causal inside each chunk: chunked attention (Llama 4).
+
+        Args:
+            length: tokens of the sequence.
+            chunk: tokens of a chunk.
+
+        Returns:
+            The mask.
+        """
         expect_size("chunk", chunk)
         ends = [*range(chunk, length, chunk), length]
         return cls(
@@ -172,8 +226,17 @@ class Mask:
 
     @classmethod
     def streaming(cls, length: int, first: int, left: int) -> Self:
-        """A causal window of ``left`` tokens before each token, and the ``first`` tokens of the
-        sequence, which all later ones see (StreamingLLM, https://arxiv.org/abs/2309.17453)."""
+        """A causal window, and first tokens that all later ones see (StreamingLLM,
+        https://arxiv.org/abs/2309.17453).
+
+        Args:
+            length: tokens of the sequence.
+            first: tokens of its beginning that all later ones see.
+            left: tokens that a token sees before itself.
+
+        Returns:
+            The mask.
+        """
         expect_size("first", first, least=0)
         expect_size("left", left, least=0)
         near = min(length, first + left + 1)  # queries whose window reaches the first tokens
@@ -185,8 +248,15 @@ class Mask:
 
     @classmethod
     def documents(cls, parts: Iterable[int | Mask], *, restart: bool = True) -> Self:
-        """Documents end to end in one sequence: each sees itself only. An item is a document's
-        length, for a causal one, or its mask. ``restart``: positions restart in each document."""
+        """Documents end to end in one sequence: each sees itself only.
+
+        Args:
+            parts: for each document its length, if it is causal, or its mask.
+            restart: positions restart in each document.
+
+        Returns:
+            The mask.
+        """
         slices: list[Slice] = []
         runs: list[tuple[int, int]] = []
         start = 0
@@ -202,7 +272,14 @@ class Mask:
     @classmethod
     def from_positions(cls, positions: Sequence[int] | IntegerArray) -> Self:
         """Causal documents that begin where positions restart: where one is not its predecessor
-        plus 1."""
+        plus 1.
+
+        Args:
+            positions: of each token.
+
+        Returns:
+            The mask.
+        """
         numbers = expect_sizes("positions", _listed(positions), least=0)
         starts = [0] if numbers else []
         starts += [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
@@ -211,12 +288,18 @@ class Mask:
 
     @classmethod
     def tree(cls, lengths: Sequence[int], parents: Sequence[int]) -> Self:
-        """Texts that share beginnings, each part of them once: a tree of parts.
-
-        Part i has ``lengths[i]`` tokens and continues part ``parents[i]``, an earlier one, or
-        begins a text (-1). Parts lie end to end. A token sees the parts that its own continues, and
-        its own part up to itself; its position is its place in its text. Turn trees, several
+        """Texts that share beginnings, each part of them once: a tree of parts. Turn trees, several
         answers to one prompt.
+
+        Parts lie end to end. A token sees the parts that its own continues, and its own part up to
+        itself; its position is its place in its text.
+
+        Args:
+            lengths: tokens of each part.
+            parents: for each part the earlier part that it continues, or -1 if it begins a text.
+
+        Returns:
+            The mask.
         """
         sizes = expect_sizes("lengths", lengths)
         expect_items("parents", parents, "indices of parts, -1 for none")
@@ -246,7 +329,15 @@ class Mask:
 
     @classmethod
     def shared_prefix(cls, prompt: int, answers: Sequence[int]) -> Self:
-        """One prompt and several answers to it: a tree of two levels."""
+        """One prompt and several answers to it: a tree of two levels.
+
+        Args:
+            prompt: tokens of the prompt.
+            answers: tokens of each answer.
+
+        Returns:
+            The mask.
+        """
         return cls.tree([prompt, *answers], [-1] + [0] * len(answers))
 
     # ---- what it says ----
@@ -257,7 +348,15 @@ class Mask:
         return sum(part.pairs for part in self.slices)
 
     def pairs_of(self, first: int, end: int) -> int:
-        """The pairs of the queries from ``first`` up to ``end``."""
+        """Count the pairs of some queries.
+
+        Args:
+            first: the first query.
+            end: the one after the last.
+
+        Returns:
+            How many query-key pairs they have.
+        """
         count = 0
         for part in self.slices:
             (low, high), own = part.band, (max(first, part.queries[0]), min(end, part.queries[1]))
@@ -322,7 +421,14 @@ class Mask:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Make a mask of what :meth:`to_dict` gave."""
+        """Make a mask of what :meth:`to_dict` gave.
+
+        Args:
+            data: that dictionary.
+
+        Returns:
+            The mask.
+        """
         with shallow("the mask"):
             return cls._of_data(data)
 

@@ -48,15 +48,32 @@ class MemoryModel:
             object.__setattr__(self, name, value)
 
     def bytes(self, rows: int, tokens: int, degree: int, chunks: int | None = None) -> int:
-        """Return the bytes on a rank with so many rows of sequences of so many tokens.
+        """Count the bytes of a micro-batch on one rank.
 
-        ``chunks``: of heads; None: ``head_chunks``."""
+        Args:
+            rows: of the rank.
+            tokens: of the sequences of its group.
+            degree: ranks of the group.
+            chunks: of heads; None: ``head_chunks``.
+
+        Returns:
+            The bytes.
+        """
         buffers = (rows * self.attention + tokens * self.gathered) * (degree > 1)
         own = rows * (self.activation + self.logit)
         return own - (-buffers // (self.head_chunks if chunks is None else chunks))
 
     def chunks_for(self, rows: int, tokens: int, degree: int) -> int:
-        """Return the fewest chunks of heads that fit; ``head_chunks`` if none do."""
+        """Choose the fewest chunks of heads that fit.
+
+        Args:
+            rows: of the rank.
+            tokens: of the sequences of its group.
+            degree: ranks of the group.
+
+        Returns:
+            Their number; ``head_chunks`` if none fit.
+        """
         if self.limit == 0:
             return 1
         fitting = (
@@ -67,8 +84,15 @@ class MemoryModel:
         return next(fitting, self.head_chunks)
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
-        """Write the integers as JSON, for :meth:`load`. ``provenance``: what they were measured on,
-        as JSON values. Raises ValueError for a model that limits nothing."""
+        """Write the integers as JSON, for :meth:`load`.
+
+        Args:
+            path: of the file.
+            provenance: what they were measured on, as JSON values.
+
+        Raises:
+            ValueError: the model limits nothing.
+        """
         expect_limiting(self)
         saved.write(path, FORMAT, {"memory": asdict(self)}, provenance)
 
@@ -77,7 +101,14 @@ class MemoryModel:
         """Read a file of :meth:`save` or ``python -m hcp calibrate --memory``: equal integers on
         every rank.
 
-        Raises ValueError that names the file and the entry that is not as expected.
+        Args:
+            path: of the file.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: an entry that is not as expected; the file and the entry are named.
         """
         return saved.read(path, FORMAT, ("memory",), _from_entries)
 

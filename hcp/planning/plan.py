@@ -134,8 +134,15 @@ class Plan:
         return int.from_bytes(digest.digest(), "little")
 
     def with_masks(self, masks: MasksLike) -> Plan:
-        """Return a plan of the same groups with these masks, as :func:`plan` takes them, in place
-        of its own. Its times stay those that it was planned by."""
+        """Make a plan of the same groups with other masks. Its times stay those that it was planned
+        by.
+
+        Args:
+            masks: as :func:`plan` takes them.
+
+        Returns:
+            The plan.
+        """
         data = {name: entry for name, entry in self.to_dict().items() if name != "masks"}
         made = Plan.from_dict(data)._masked(masks)
         made.kernels = self.kernels
@@ -182,9 +189,15 @@ class Plan:
         return tuple(_core.FULL_SPEED / slow for slow in slowness)
 
     def group_times(self, group: Group) -> tuple[int, ...]:
-        """The time at which each sequence of a group ends, counted from the group's start.
+        """Say when each sequence of a group ends, counted from the group's start, in one stage. It
+        includes launch and the slowest rank's speed.
 
-        It is that of one stage, and includes launch and the slowest rank's speed."""
+        Args:
+            group: of this plan.
+
+        Returns:
+            The time of each, in order.
+        """
         node, slowness = self.core.ranks_per_node, self.core.slowness
         pairs = self.pairs
         times = [
@@ -198,7 +211,14 @@ class Plan:
         return tuple(-(-end * slowest // _core.FULL_SPEED) for end in ends)
 
     def group_time(self, group: Group) -> int:
-        """The time of each rank of a group, in one stage."""
+        """Give the time of each rank of a group, in one stage.
+
+        Args:
+            group: of this plan.
+
+        Returns:
+            The time.
+        """
         return self.group_times(group)[-1]
 
     def report(self) -> Report:
@@ -252,9 +272,16 @@ class Plan:
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Make a plan of given groups, and check it by the rules of all plans.
 
-        ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are required. Other
-        entries are those of :func:`plan`. Raises ValueError that names the group and the rule, or
-        the entry that is missing or unknown.
+        Args:
+            data: ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are
+                required. Other entries are those of :func:`plan`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: a group that breaks a rule, or an entry that is missing or unknown; it is
+                named.
         """
         with shallow("the plan"):
             return cls._of_data(data)

@@ -28,6 +28,11 @@ class Read(Generic[Item]):
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
+        """Read all items now. An error of the iterable is kept, and raised when this is iterated.
+
+        Args:
+            items: the samples of this rank, or whatever is read.
+        """
         self.items: list[Item] = []
         self._error: Exception | None = None
         try:

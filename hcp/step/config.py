@@ -139,8 +139,14 @@ class Config:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Config:
-        """The options that add_arguments added. An option that is None, or that args lacks, takes
-        its default."""
+        """Take the options that add_arguments added.
+
+        Args:
+            args: parsed arguments. An option that is None, or that args lacks, takes its default.
+
+        Returns:
+            The options.
+        """
         values: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in fields(cls)}
         for name in ("cp_comm_type", "window_size"):
             if isinstance(values[name], list) and len(values[name]) == 1:
@@ -165,21 +171,41 @@ class Config:
         return tuple(dict.fromkeys(self._layers("cp_comm_type")))
 
     def comm_type(self, layer: int) -> CommType:
-        """How keys and values travel in a layer, counted from 0."""
+        """Say how keys and values travel in a layer.
+
+        Args:
+            layer: its number, from 0.
+
+        Returns:
+            The comm type.
+        """
         used: CommType = self._of_layer("cp_comm_type", layer)
         return used
 
     def window(self, layer: int) -> tuple[int, int]:
-        """The sliding window of a layer, counted from 0."""
+        """Say which sliding window a layer has.
+
+        Args:
+            layer: its number, from 0.
+
+        Returns:
+            (left, right); -1: no limit.
+        """
         left, right = self._of_layer("window_size", layer)
         return left, right
 
     def dispatch_options(self, degree: int | None = None) -> dict[str, Any]:
-        """The options of :func:`hcp.dispatch` that describe the layers. ``degree``: the one degree
-        of a job layout that is not training's, as evaluation may use. The levels of "a2a+p2p" are
-        fitted to it.
+        """Give the options of :func:`hcp.dispatch` that describe the layers.
 
-        Raises HcpError if the library of ``attention_backend`` cannot be imported.
+        Args:
+            degree: the one degree of a job layout that is not training's, as evaluation may use.
+                The levels of "a2a+p2p" are fitted to it.
+
+        Returns:
+            The options by name.
+
+        Raises:
+            HcpError: the library of ``attention_backend`` cannot be imported.
         """
         from hcp.step.backends import get_cp_handler_cls
 
@@ -192,8 +218,16 @@ class Config:
         }
 
     def for_evaluation(self, degree: int, longest: int, alignment: int = 1) -> Config:
-        """Change these options to one degree for all sequences, of up to ``longest`` tokens.
-        ``alignment``: of what every rank's rows are a multiple."""
+        """Change these options to one degree for all sequences.
+
+        Args:
+            degree: ranks of each sequence.
+            longest: tokens of the longest one.
+            alignment: of what every rank's rows are a multiple.
+
+        Returns:
+            The options of the evaluation.
+        """
         return replace(
             self,
             sequence_packing_scheduler="static_cp",
@@ -204,16 +238,34 @@ class Config:
         )
 
     def rows_in_evaluation(self, degree: int, longest: int, alignment: int = 1) -> int:
-        """Rows that a rank may hold in evaluation: its share of the longest sequence, however
-        large, since there is no backward."""
+        """Give the rows that a rank may hold in evaluation: its share of the longest sequence,
+        however large, since there is no backward.
+
+        Args:
+            degree: ranks of each sequence.
+            longest: tokens of the longest one.
+            alignment: of what every rank's rows are a multiple.
+
+        Returns:
+            The rows.
+        """
         aligned = -(-rows_up_to(longest, degree) // alignment) * alignment
         return max(self.max_seqlen_per_dp_cp_rank, aligned)
 
     def memory_in_evaluation(
         self, degree: int, longest: int, alignment: int = 1
     ) -> MemoryModel | None:
-        """Bytes that a rank may hold in evaluation: those of the longest sequence by training's
-        measure, however many, since there is no backward."""
+        """Give the bytes that a rank may hold in evaluation: those of the longest sequence by
+        training's measure, however many, since there is no backward.
+
+        Args:
+            degree: ranks of each sequence.
+            longest: tokens of the longest one.
+            alignment: of what every rank's rows are a multiple.
+
+        Returns:
+            The memory model; None where these options have none.
+        """
         memory = self.memory_model
         if memory is None:
             return None
@@ -238,10 +290,16 @@ class Config:
         longest: int | None = None,
         alignment: int = 1,
     ) -> None:
-        """Raise ValueError for options that cannot work on this many ranks, before anything starts.
+        """Find options that cannot work on this many ranks, before anything starts.
 
-        longest is the longest sequence in tokens, num_layers the model's; leave out what is not
-        known. alignment: of what every rank's rows are a multiple.
+        Args:
+            ranks: of the domain.
+            num_layers: of the model; None: not known.
+            longest: tokens of the longest sequence; None: not known.
+            alignment: of what every rank's rows are a multiple.
+
+        Raises:
+            ValueError: such an option.
         """
         if self.min_dynamic_context_parallel_size > ranks:
             raise ValueError(
@@ -271,9 +329,20 @@ class Config:
             self._degree_of(longest, degrees, alignment)
 
     def static_degree(self, longest: int, ranks: int, alignment: int = 0) -> int:
-        """The degree of "static_cp" for sequences of at most `longest` tokens: a divisor of the
-        ranks that cuts nodes evenly, or takes whole ones. `alignment`: of what every rank's rows
-        are a multiple, 0: of nothing."""
+        """Choose the degree of "static_cp": a divisor of the ranks that cuts nodes evenly, or takes
+        whole ones.
+
+        Args:
+            longest: tokens of the longest sequence.
+            ranks: of the domain.
+            alignment: of what every rank's rows are a multiple, 0: of nothing.
+
+        Returns:
+            The degree.
+
+        Raises:
+            ValueError: no degree holds the longest sequence.
+        """
         ranks = expect_size("ranks", ranks)
         size = self.context_parallel_size
         degrees = even_degrees(ranks, self.ranks_per_node) if size is None else [size]
@@ -297,12 +366,22 @@ class Config:
     def plan(
         self, lengths: Sequence[int], ranks: int, cost: CostModel | None = None, **limits: Any
     ) -> Plan:
-        """The plan of one global batch. Every rank that passes the same values gets the same plan.
+        """Plan one global batch. Every rank that passes the same values gets the same plan.
 
-        ``limits``: what the job layout needs in addition to these options, by :func:`hcp.plan`'s
-        names: ``alignment``, ``pipeline_stages``, ``memory``, ...; a ``sync`` among them takes the
-        place of the option, of which "auto" is "step" here. Raises ValueError where a layer's comm
-        type is "auto" and ``cost`` has no prices for it.
+        Args:
+            lengths: tokens of each sequence.
+            ranks: of the domain.
+            cost: the prices; None: the default ones.
+            **limits: what the job layout needs in addition to these options, by :func:`hcp.plan`'s
+                names: ``alignment``, ``pipeline_stages``, ``memory``, ...; a ``sync`` among them
+                takes the place of the option, of which "auto" is "step" here.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: as of :func:`hcp.plan`; or a layer's comm type is "auto" and ``cost`` has no
+                prices for it.
         """
         self.validate(ranks=ranks)
         if cost is not None:
@@ -325,8 +404,15 @@ class Config:
         )
 
     def sync_where(self, *, waiting: bool) -> Sync:
-        """The option as :func:`hcp.plan` takes it. ``waiting``: whether ranks wait for each other
-        in the layers of the model; decides where the option is "auto"."""
+        """Give the option ``sync`` as :func:`hcp.plan` takes it.
+
+        Args:
+            waiting: whether ranks wait for each other in the layers of the model; decides where the
+                option is "auto".
+
+        Returns:
+            "step" or "micro_batch".
+        """
         if self.sync != "auto":
             return self.sync
         return "micro_batch" if waiting else "step"

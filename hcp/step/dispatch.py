@@ -71,7 +71,14 @@ class Passage(NamedTuple):
 
     @classmethod
     def of(cls, groups: Groups) -> Passage:
-        """The next step, over the transport of the layers."""
+        """Begin the next step, over the transport of the layers.
+
+        Args:
+            groups: the process groups, or their transport.
+
+        Returns:
+            What carries its rows.
+        """
         return cls(groups.transport, next(groups.transport.steps))
 
 
@@ -391,11 +398,15 @@ class Step:
         return stats_of(self.plan, layers, self.planning)
 
     def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
-        """Bring results of tokens, such as log-probabilities, back to the samples.
+        """Bring results of tokens, such as log-probabilities, back to the samples. Gradients pass
+        through where every rank has samples. Every rank of the domain calls it.
 
-        ``results``: of each micro-batch, in order, (T, ...). Returns those of this rank's samples,
-        (tokens, ...) each, in the order in which they were given to :func:`hcp.dispatch`. Gradients
-        pass through where every rank has samples. Every rank of the domain calls it.
+        Args:
+            results: of each micro-batch, in order, (T, ...).
+
+        Returns:
+            Those of this rank's samples, (tokens, ...) each, in the order in which they were given
+            to :func:`hcp.dispatch`.
         """
 
         def cut(rows: Tensor, loaded: list[int]) -> Sequence[Tensor]:
@@ -404,11 +415,15 @@ class Step:
         return self._brought_back(results, lambda cp, x: cp.combine(x), cut)
 
     def combine_by_sequence(self, results: Iterable[Tensor]) -> list[Tensor]:
-        """Bring results of sequences, such as rewards, back to the samples.
+        """Bring results of sequences, such as rewards, back to the samples. Gradients and callers:
+        as for ``combine``.
 
-        ``results``: of each micro-batch, in order, (sequences, ...), as ``cp.sum_by_sequence`` has
-        them; those of each group's first rank are taken. Returns one of each of this rank's
-        samples, in their order. Gradients and callers: as for ``combine``.
+        Args:
+            results: of each micro-batch, in order, (sequences, ...), as ``cp.sum_by_sequence`` has
+                them; those of each group's first rank are taken.
+
+        Returns:
+            One of each of this rank's samples, in their order.
         """
 
         def cut(values: Tensor, _: list[int]) -> Sequence[Tensor]:

@@ -43,14 +43,20 @@ class GraphHandler:
         ranks: int = 1,
         backend: Literal["auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4"] = "auto",
     ) -> None:
-        """``rows``: of a rank in every micro-batch, at most. ``sequences``: that a rank has tokens
-        of, at most. ``max_seqlen``: tokens of the longest, default rows * ranks. ``ranks``: of a
-        block of the domain, within which each sequence is computed. ``backend``: the FlashAttention
-        for bfloat16 and float16, "auto" being the fastest that is installed; float32 and float64
-        use the formula over all pairs of rows, for tests.
+        """Allocate the tables, whose size never changes.
 
-        Raises ValueError for numbers below 1, and for ranks that do not divide the domain. The
-        first call raises it for a block that spans nodes under transport "mixed".
+        Args:
+            groups: the process groups, or the transport, of the job.
+            rows: most rows of a rank in any micro-batch.
+            sequences: most sequences that a rank has tokens of.
+            max_seqlen: tokens of the longest sequence; None: rows * ranks.
+            ranks: of a block of the domain, within which each sequence is computed.
+            backend: the FlashAttention for bfloat16 and float16, "auto" being the fastest that is
+                installed. float32 and float64 use the formula over all pairs of rows, for tests.
+
+        Raises:
+            ValueError: a number below 1, or ranks that do not divide the domain. The first call
+                raises it for a block that spans nodes under transport "mixed".
         """
         longest = rows * ranks if max_seqlen is None else max_seqlen
         capacity = Capacity(rows=rows, sequences=sequences, max_seqlen=longest, ranks=ranks)
@@ -80,16 +86,27 @@ class GraphHandler:
         each micro-batch under way. Calls outside of graphs raise HcpError where a backward finds
         others than its forward, or a rank others than its block; replays of a graph cannot.
 
-        Raises ValueError, alike on all ranks of a block, for a plan with masks or a micro-batch
-        that does not fit.
+        Args:
+            cp: the handler of the micro-batch.
+
+        Raises:
+            ValueError: a plan with masks, or a micro-batch that does not fit; alike on all ranks of
+                a block.
         """
         words = words_of(self.capacity, cp.plan, cp.micro_batch, self._transport.rank)
         self._tables.load(words, f"micro-batch {cp.micro_batch} of plan {cp.plan.checksum:016x}")
 
     def pad(self, x: Tensor) -> Tensor:
-        """Return x (T, ...) of a micro-batch as (C, ...), with zeros after its rows.
+        """Fill a tensor of a micro-batch up to the fixed number of rows.
 
-        Raises ValueError for more than C rows.
+        Args:
+            x: (T, ...).
+
+        Returns:
+            (C, ...), with zeros after its rows.
+
+        Raises:
+            ValueError: more than C rows.
         """
         if len(x) > self.rows:
             raise ValueError(f"x has {len(x)} rows, expected <= {self.rows}")
@@ -106,13 +123,22 @@ class GraphHandler:
     ) -> Tensor:
         """Compute causal attention of this rank's rows over their whole sequences, with gradients.
 
-        query (C, H, D), key (C, G, D) and value (C, G, E), as for
-        :meth:`hcp.ContextParallelHandler.attention`; returns (C, H, E). Rows without a token must
-        be finite; their results and gradients are 0. ``window_size``: (left, right), the right one
-        -1 or 0. Run it once, forward and backward, before a capture. Differentiable once.
+        Run it once, forward and backward, before a capture. Differentiable once.
 
-        Raises ValueError for a wrong tensor, and HcpError where ranks differ at the first call, or
-        where that is in a capture.
+        Args:
+            query: (C, H, D). Rows without a token must be finite; their results and gradients are
+                0.
+            key: (C, G, D).
+            value: (C, G, E).
+            softmax_scale: None: 1 / sqrt(D).
+            window_size: (left, right), the right one -1 or 0.
+
+        Returns:
+            (C, H, E).
+
+        Raises:
+            ValueError: a wrong tensor.
+            HcpError: ranks differ at the first call, or that is in a capture.
         """
         refuse_transforms("attention", query, key, value)
         query, key, value = as_kernels_take(query, key, value)

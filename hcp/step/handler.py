@@ -85,19 +85,30 @@ class ContextParallelHandler(OfThisProcess):
         scan_type: ScanType = "auto",
         arrives: bool = True,
     ) -> None:
-        """``comm_types``: those that layers will name, the first being the default; None: those of
-        the class.
-        ``hierarchical_context_parallel_sizes``: of the levels of "a2a+p2p", the ring last.
-        ``window_sizes``: sliding windows that compiled layers will name, and ``heads``: (query
-        heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
-        when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
-        combine. ``loss_tokens``: of the whole batch, for the loss. Handlers of one batch may share
-        LossTokens, and ``payloads``: how each payload is split. ``step``: the number of the step,
-        the same on all ranks, which compare it in every exchange. ``stamp_call_sites``: also
-        compare where in the trainer's source each call is made, for finding ranks that make calls
-        of one kind in different orders. ``scan_type``: how recurrent layers get past the borders of
-        ranks: "pass_states", "sequence_to_head", or "auto", by bytes. ``arrives``: False where
-        ``arrive`` is called later, on the thread whose layers run."""
+        """Prepare what layers will ask for. :func:`hcp.dispatch` makes handlers; make one yourself
+        to try a plan without samples.
+
+        Args:
+            plan: the plan.
+            micro_batch: its place in the plan, from 0.
+            transport: carries rows between the ranks of the plan: ``groups.transport``.
+            comm_types: those that layers will name, the first being the default; None: those of the
+                class.
+            hierarchical_context_parallel_sizes: of the levels of "a2a+p2p", the ring last.
+            window_sizes: sliding windows that compiled layers will name. Others are prepared when
+                they are first used.
+            heads: (query heads, key-value heads) of compiled layers under "a2a+p2p" or "auto".
+            sources: the rank that loaded each sequence, for dispatch and combine.
+            loss_tokens: of the whole batch, for the loss. Handlers of one batch may share
+                LossTokens.
+            payloads: how each payload is split.
+            step: the number of the step, the same on all ranks, which compare it in every exchange.
+            stamp_call_sites: also compare where in the trainer's source each call is made, for
+                finding ranks that make calls of one kind in different orders.
+            scan_type: how recurrent layers get past the borders of ranks: "pass_states",
+                "sequence_to_head", or "auto", by bytes.
+            arrives: False where ``arrive`` is called later, on the thread whose layers run.
+        """
         scans.check_scan_type(scan_type)
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
             raise ValueError(
