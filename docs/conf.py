@@ -53,6 +53,8 @@ highlight_language = "text"
 # Docstrings write names in single backticks, too.
 default_role = "code"
 python_maximum_signature_line_length = 88
+# What a constructor takes stands below what its class is.
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
