@@ -1,16 +1,14 @@
-"""The bytes of a layer are those that docs/internals/schedule.md gives."""
+"""The bytes of a layer are those that support/layer_bytes.py gives."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.layer_bytes import in_outputs, layer_bytes
 from support.memory import Layer, allocated
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "schedule.md"
 # comm type, degree, sizes of its levels
 RINGS = [("p2p", degree, ()) for degree in (1, 2, 3, 5, 6, 7, 8, 16)]
 GATHERS = [("all_gather", 3, ()), ("all_gather", 8, ())]
@@ -21,14 +19,6 @@ SIZES = [
     ((32, 8, 16, 16), torch.bfloat16),
     ((16, 8, 32, 16), torch.float32),
 ]
-
-
-def formulas() -> Any:
-    """The function ``layer_bytes`` of the page."""
-    (code,) = re.findall(r"```python\n(def ring_forward.*?)```", PAGE.read_text(), re.S)
-    namespace: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), namespace)
-    return namespace["layer_bytes"]
 
 
 def measured(layer: Layer) -> tuple[int, int, int]:
@@ -52,7 +42,7 @@ def test_a_layer_takes_the_bytes_of_the_formulas(
     rows, inner = 64, levels[0] if levels else 1
     options: Any = {"levels": levels}
     given = comm_type, degree, rows, (heads, groups), (size, value_size), dtype
-    wanted = formulas()(comm_type, rows, *sizes, dtype.itemsize, degree, inner)
+    wanted = layer_bytes(comm_type, rows, *sizes, dtype.itemsize, degree, inner)
     found = measured(Layer(*given, **options))
     assert found == pytest.approx(wanted, rel=0.02)
     for rank in (0, degree - 1):
@@ -103,8 +93,24 @@ def test_chunks_of_heads_take_a_fraction_of_the_buffers(
     given = comm_type, degree, rows, sizes[:2], sizes[2:], torch.bfloat16
     layer = Layer(*given, **options)
     assert layer.cp.head_chunks == chunks
-    wanted = formulas()(comm_type, rows, *sizes, 2, degree, inner, chunks)
+    wanted = layer_bytes(comm_type, rows, *sizes, 2, degree, inner, chunks)
     found = measured(layer)
     assert found == pytest.approx(wanted, rel=0.02)
     at_once = measured(Layer(*given, levels=levels))
     assert found[0] - found[1] == pytest.approx(at_once[0] / chunks, rel=0.02)
+
+
+def test_the_numbers_of_the_guide_follow_from_the_formulas() -> None:
+    """docs/guides/choosing-comm-type.md."""
+    degrees = (8, 16, 64)
+    assert [in_outputs("p2p", d)[0] for d in degrees] == [6.1, 6.1, 6.1]
+    assert [in_outputs("p2p", d)[2] for d in degrees] == [11.5, 18.5, 66.5]
+    assert [in_outputs("all_gather", d)[0] for d in degrees] == [8.0, 16.0, 64.0]
+    assert [in_outputs("all_gather", d)[2] for d in degrees] == [10.5, 18.5, 66.5]
+    assert in_outputs("a2a", 8) == [4.1, 1.0, 7.0]
+    levels = [in_outputs("a2a+p2p", 16, m) for m in (2, 4, 8)]
+    assert levels == [[7.6, 1.0, 15.0], [6.6, 1.0, 12.0], [4.5, 1.0, 8.0]]
+    chunked = [in_outputs("p2p", 64, c=c) for c in (2, 4, 8)]
+    assert chunked == [[4.1, 1.0, 36.3], [2.5, 1.0, 18.9], [1.8, 1.0, 10.2]]
+    gathered = [in_outputs("all_gather", 64, c=c) for c in (2, 4, 8)]
+    assert gathered == [[33.0, 1.0, 36.3], [17.0, 1.0, 18.9], [9.0, 1.0, 10.2]]

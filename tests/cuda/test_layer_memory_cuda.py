@@ -1,16 +1,15 @@
-"""The bytes of a layer on a GPU are those that docs/internals/schedule.md gives.
+"""The bytes of a layer on a GPU are those that support/layer_bytes.py gives.
 
 One rank runs alone: its peers are not there."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.layer_bytes import layer_bytes
 from support.memory import FAMILY, Layer
 
 pytestmark = [
@@ -18,15 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "schedule.md"
 ROWS, HEADS, SIZES = 4096, (32, 8), (128, 128)
-
-
-def formulas() -> Any:
-    (code,) = re.findall(r"```python\n(def ring_forward.*?)```", PAGE.read_text(), re.S)
-    namespace: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), namespace)
-    return namespace["layer_bytes"]
 
 
 def peak_of(call: Callable[[], object]) -> tuple[int, int]:
@@ -64,7 +55,7 @@ def test_a_layer_takes_the_bytes_of_the_formulas(
     layer = Layer(comm_type, degree, ROWS, HEADS, SIZES, torch.bfloat16, **options)
     layer.backward(layer.forward())
     inner = levels[0] if levels else 1
-    wanted = formulas()(comm_type, ROWS, *HEADS, *SIZES, 2, degree, inner, chunks)
+    wanted = layer_bytes(comm_type, ROWS, *HEADS, *SIZES, 2, degree, inner, chunks)
     made: list[torch.Tensor] = []
     forward = peak_of(lambda: made.append(layer.forward()))
     backward, _ = peak_of(lambda: layer.backward(made.pop()))

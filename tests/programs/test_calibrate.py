@@ -335,7 +335,7 @@ def test_ranks_measure_bytes(comm_type: str) -> None:
     assert sorted(measured.by_degree) == [1, 2, 3]
     assert measured.room == 2**27 == model.limit + fit.fixed
     assert 0 <= fit.largest_error < 0.1
-    # docs/internals/schedule.md: keys and values as received and in order, or with their gradients
+    # support/layer_bytes.py: keys and values as received and in order, or with their gradients
     keys = 2 * 2 * 8 * 4  # of 2 heads of 8 elements of float32
     # A busy host may not have noticed yet that a message has gone: its rows count once more.
     assert (keys if comm_type == "all_gather" else 0) <= model.gathered <= 4 * keys
