@@ -67,11 +67,31 @@ typedef struct hcp__piece {
   int64_t start, rows;
 } hcp__piece;
 
-/* The first token of chunk k of 2 * degree, for 0 <= k <= 2 * degree. */
-int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
+/* A sequence in 2 * degree chunks, of which places take one from each end. */
+typedef struct hcp__zigzag {
+  int64_t chunks, each, rest; /* tokens of a chunk, and those that are left over */
+} hcp__zigzag;
 
-/* What rank j of degree holds of a sequence: at most two pieces in token order,
- * none empty, joined when they touch. Returns how many. */
+static inline hcp__zigzag hcp__zigzag_of(int64_t length, int32_t degree) {
+  int64_t chunks = 2 * (int64_t)degree;
+  return (hcp__zigzag){chunks, length / chunks, length % chunks};
+}
+
+/* The first token of chunk k, for 0 <= k <= chunks. */
+static inline int64_t hcp__zigzag_start(const hcp__zigzag *of, int64_t k) {
+  return of->each * k + (of->rest == 0 ? 0 : of->rest * k / of->chunks);
+}
+
+/* The chunk that has a token of a sequence. */
+int64_t hcp__zigzag_chunk(const hcp__zigzag *of, int64_t length, int64_t token);
+
+/* What `count` places from the first one on hold: at most two pieces in token order, none empty,
+ * joined when they touch. Returns how many. */
+int32_t hcp__zigzag_pieces(const hcp__zigzag *of, int32_t first, int32_t count,
+                           hcp__piece pieces[2]);
+
+/* The first token of chunk k of 2 * degree, and what rank j of degree holds of a sequence. */
+int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]);
 
 /* Rows of rank j that are tokens before end. They come first among the rank's rows of
@@ -149,12 +169,6 @@ hcp__piece hcp__document(const hcp_plan *plan, int32_t sequence, int64_t i);
 
 /* What masks add to a plan (mask.c). */
 void hcp__masks_release(hcp_plan *plan);
-
-/* ---- The schedule under masks (masked.c) ---- */
-
-hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
-                                hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
-                                int32_t by_nodes, hcp_table **schedule, hcp_error *err);
 
 /* ---- Tables of sections (table.c) ---- */
 
