@@ -10,6 +10,7 @@ CORE_HASH: str
 COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal["a2a+p2p"]]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 STATES_SECTIONS: tuple[tuple[str, int], ...]
+CROSS_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
@@ -95,6 +96,15 @@ class Plan:
     def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
     def states(self, micro_batch: int, rank: int, by_rounds: bool) -> memoryview: ...
     def states_rows(self, micro_batch: int, rank: int) -> tuple[int, int, int]: ...
+    def cross(
+        self,
+        micro_batch: int,
+        rank: int,
+        keys: Plan,
+        keys_micro_batch: int,
+        left: int,
+        right: int,
+    ) -> memoryview: ...
 
 @final
 class Layout:

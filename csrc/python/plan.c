@@ -616,6 +616,29 @@ static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwar
                        (int)rows.rounds);
 }
 
+static PyObject *plan_cross(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank",  "keys", "keys_micro_batch",
+                             "left",        "right", NULL};
+  PyObject *place[2], *keys_object, *keys_batch, *sides[2];
+  hcp_cross_side queries = {.plan = plan_of(self)}, keys;
+  int32_t rank;
+  int64_t left, right;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:cross", keywords, &place[0], &place[1],
+                                   &keys_object, &keys_batch, &sides[0], &sides[1]) ||
+      place_from(place, &queries.micro_batch, &rank) < 0 ||
+      (keys.plan = hcp_py_plan(module_of(self), keys_object)) == NULL ||
+      hcp_py_int32(keys_batch, "keys_micro_batch", &keys.micro_batch) < 0 ||
+      hcp_py_int64(sides[0], "left", &left) < 0 || hcp_py_int64(sides[1], "right", &right) < 0)
+    return NULL;
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status =
+      hcp_cross_create(&queries, &keys, rank, left, right, &table, &err);
+  Py_END_ALLOW_THREADS return status == HCP_OK ? hcp_py_table(module_of(self), table)
+                                               : hcp_py_raise(&err);
+}
+
 static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
   hcp_error err;
   const char *text = PyUnicode_AsUTF8AndSize(operation, NULL);
@@ -643,6 +666,8 @@ static PyMethodDef plan_methods[] = {
      "How states of a micro-batch get from rank to rank, as words of a table."},
     {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
+    {"cross", (PyCFunction)(void (*)(void))plan_cross, METH_VARARGS | METH_KEYWORDS,
+     "Keys of another plan's micro-batch for the queries of this one's, as words of a table."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plan_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(plan_dealloc)},

@@ -50,6 +50,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int route_widths[] = {HCP_ROUTE_SECTIONS(WIDTH)};
   static const char *const states_names[] = {HCP_STATES_SECTIONS(NAME)};
   static const int states_widths[] = {HCP_STATES_SECTIONS(WIDTH)};
+  static const char *const cross_names[] = {HCP_CROSS_SECTIONS(NAME)};
+  static const int cross_widths[] = {HCP_CROSS_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
 #undef NAME
@@ -58,7 +60,9 @@ int hcp_py_add_table(PyObject *module) {
       hcp_py_add_owned(module, "ROUTE_SECTIONS",
                        sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0 ||
       hcp_py_add_owned(module, "STATES_SECTIONS",
-                       sections_tuple(states_names, states_widths, HCP_STATES_SECTION_COUNT)) < 0)
+                       sections_tuple(states_names, states_widths, HCP_STATES_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(module, "CROSS_SECTIONS",
+                       sections_tuple(cross_names, cross_widths, HCP_CROSS_SECTION_COUNT)) < 0)
     return -1;
   return hcp_py_add_owned(
       module, "SCHEDULE_SECTIONS",

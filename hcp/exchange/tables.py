@@ -71,11 +71,9 @@ def places(sections: Sequence[tuple[str, int]]) -> dict[str, tuple[int, int]]:
     return {name: (index, width) for index, (name, width) in enumerate(sections)}
 
 
-class Route(Sections):
-    """The way of rows from a source to an output: packed, sent, received, arranged."""
-
-    SECTIONS = _core.ROUTE_SECTIONS
-    PLACES = places(SECTIONS)
+class PathTable(Sections):
+    """The way of rows from a source to an output: packed, sent, received, arranged. See
+    ``move.Path``."""
 
     def __init__(self, words: memoryview) -> None:
         super().__init__(tensor_of(words, torch.int64))
@@ -87,6 +85,13 @@ class Route(Sections):
         self.arrange = self.section("ARRANGE")
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
+
+
+class Route(PathTable):
+    """The way of a micro-batch's rows: to or from the ranks that compute them, or shifted."""
+
+    SECTIONS = _core.ROUTE_SECTIONS
+    PLACES = places(SECTIONS)
 
     @classmethod
     def dispatch(

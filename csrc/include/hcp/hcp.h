@@ -422,13 +422,12 @@ void hcp_layout_destroy(hcp_layout *layout);
 
 /* ---- Tables ------------------------------------------------------------- */
 
-/* A route, states or a schedule: sections of records of integers in one array, so that it
- * travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
+/* A route, states, cross-attention or a schedule: sections of records of integers in one array, so
+ * that it travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
  *
  * words[0] and words[1] are the caller's own (zero at first). words[2 + 2 * s] and
  * words[3 + 2 * s] are the first word and the number of records of section s, one of
- * those that HCP_ROUTE_SECTIONS, HCP_STATES_SECTIONS or HCP_SCHEDULE_SECTIONS lists. The caller
- * owns the table. */
+ * those that a list such as HCP_ROUTE_SECTIONS names. The caller owns the table. */
 typedef struct hcp_table {
   int64_t *words;
   int64_t word_count;
@@ -539,6 +538,52 @@ hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t
 /* HCP_INVALID in a plan with branches, and for a rank without rows. */
 hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                              int32_t by_rounds, hcp_table **states, hcp_error *err);
+
+/* ---- Cross-attention ---------------------------------------------------- */
+
+/* Queries of one plan attend to keys of another: of the same ranks, and of sequences by the same
+ * numbers. Queries of a document see keys of the document of its number in the same sequence. Both
+ * are aligned at their ends: of N queries and M keys, query i stands at key i + M - N.
+ *
+ * X(name, words per record). SIZES to ARRANGE are as in HCP_ROUTE_SECTIONS. The source is the
+ * rank's layout of keys; the output is all keys that its queries see, by document and token, each
+ * once.
+ *
+ *   KEY_STARTS  (row): the first output row of each document of the queries' group, then the
+ *               number of output rows
+ *   ENTRIES     (query_row, query_rows, key_row, key_rows, low, high): consecutive queries of a
+ *               document and the keys that they see, as in HCP_SCHEDULE_SECTIONS
+ *   QUERY_RUNS  (row, rows, part, part_row): rows of the queries' layout <- entries
+ *   KEY_RUNS    (row, rows, part, part_row): output rows <- entries */
+#define HCP_CROSS_SECTIONS(X) \
+  X(SIZES, 4)                 \
+  X(PACK, 2)                  \
+  X(SENDS, 3)                 \
+  X(RECEIVES, 3)              \
+  X(ARRANGE, 2)               \
+  X(KEY_STARTS, 1)            \
+  X(ENTRIES, 6)               \
+  X(QUERY_RUNS, 4)            \
+  X(KEY_RUNS, 4)
+
+enum {
+#define HCP_CROSS_ENUM(name, width) HCP_CROSS_##name,
+  HCP_CROSS_SECTIONS(HCP_CROSS_ENUM)
+#undef HCP_CROSS_ENUM
+      HCP_CROSS_SECTION_COUNT
+};
+
+/* Whose layouts are meant. */
+typedef struct hcp_cross_side {
+  const hcp_plan *plan;
+  int32_t micro_batch;
+} hcp_cross_side;
+
+/* A query at key i sees keys i - left to i + right; negative: no limit on that side. HCP_INVALID,
+ * on every rank alike, unless both plans have as many ranks, the keys' micro-batch has all
+ * sequences of the queries' with as many documents, and neither plan has branches. */
+hcp_status hcp_cross_create(const hcp_cross_side *queries, const hcp_cross_side *keys, int32_t rank,
+                            int64_t left, int64_t right, hcp_table **cross, hcp_error *err);
 
 /* ---- 7. Schedule -------------------------------------------------------- */
 
