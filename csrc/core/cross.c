@@ -227,7 +227,6 @@ static int64_t append_entries(builder *b, int32_t rank, int32_t s, int64_t row) 
   for (int64_t d = 0; d < hcp__document_count(b->queries, sequence); d++) {
     hcp__piece document = hcp__document(b->queries, sequence, d);
     int64_t end = document.start + document.rows;
-    hcp__append(&b->lists, HCP_CROSS_KEY_STARTS, &b->seen);
     b->first_seen = hcp__records(&b->lists, SEEN);
     while (p < n && pieces[p].start < end) {
       hcp__piece run = pieces[p++];
@@ -246,7 +245,6 @@ static void see(builder *b, int32_t rank) {
   int64_t row = 0;
   for (int32_t s = 0; b->own_queries != NULL && s < b->own_queries->sequences; s++)
     row = append_entries(b, rank, s, row);
-  hcp__append(&b->lists, HCP_CROSS_KEY_STARTS, &b->seen);
   hcp__align_runs(&b->lists, HCP_CROSS_KEY_RUNS);
 }
 
@@ -266,9 +264,9 @@ static void receive_from(builder *b, const hcp_group *group, int32_t j) {
     sequence = seen[0];
     range rest = {seen[1], seen[2]}, part;
     while (next_part(&rest, pieces, n, &p, &part)) {
-      int64_t rows = part.end - part.begin;
-      hcp__append(&b->lists, STORES,
-                  (const int64_t[]){seen[3] + part.begin - seen[1], b->received, rows});
+      int64_t row = seen[3] + part.begin - seen[1], rows = part.end - part.begin;
+      hcp__append(&b->lists, HCP_CROSS_PLACES, (const int64_t[]){row, rows});
+      hcp__append(&b->lists, STORES, (const int64_t[]){row, b->received, rows});
       b->received += rows;
     }
   }

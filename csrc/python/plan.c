@@ -639,6 +639,27 @@ static PyObject *plan_cross(PyObject *self, PyObject *args, PyObject *kwargs) {
                                                : hcp_py_raise(&err);
 }
 
+static PyObject *plan_ranks_with_rows(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank", NULL};
+  PyObject *place[2];
+  int32_t micro_batch, rank, count = 0;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:ranks_with_rows", keywords, &place[0],
+                                   &place[1]) ||
+      place_from(place, &micro_batch, &rank) < 0)
+    return NULL;
+  int32_t *ranks = PyMem_Calloc((size_t)plan_of(self)->limits.ranks, sizeof *ranks);
+  if (ranks == NULL) return PyErr_NoMemory();
+  hcp_status status = hcp_layout_ranks(plan_of(self), micro_batch, rank, ranks, &count, &err);
+  PyObject *tuple = status == HCP_OK ? PyTuple_New(count) : hcp_py_raise(&err);
+  for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
+    PyObject *number = PyLong_FromLong(ranks[i]);
+    if (number == NULL || PyTuple_SetItem(tuple, i, number) < 0) Py_CLEAR(tuple);
+  }
+  PyMem_Free(ranks);
+  return tuple;
+}
+
 static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
   hcp_error err;
   const char *text = PyUnicode_AsUTF8AndSize(operation, NULL);
@@ -666,6 +687,8 @@ static PyMethodDef plan_methods[] = {
      "How states of a micro-batch get from rank to rank, as words of a table."},
     {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
+    {"ranks_with_rows", (PyCFunction)(void (*)(void))plan_ranks_with_rows,
+     METH_VARARGS | METH_KEYWORDS, "The ranks of a rank's group that have rows."},
     {"cross", (PyCFunction)(void (*)(void))plan_cross, METH_VARARGS | METH_KEYWORDS,
      "Keys of another plan's micro-batch for the queries of this one's, as words of a table."},
     {NULL, NULL, 0, NULL}};

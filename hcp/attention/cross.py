@@ -11,7 +11,6 @@ key-value heads, D head size, E head size of values.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,11 +53,6 @@ class KeyRoute(PathTable):
         super().__init__(queries.plan.core.cross(*place, *window))
         self.window, self._query_rows = window, queries.rows
         self._blocks: dict[Kernel, Blocks] = {}
-
-    @cached_property
-    def key_starts(self) -> list[int]:
-        """The first key row of each document on this rank, then the number of all key rows."""
-        return list(itertools.chain.from_iterable(self.records("KEY_STARTS")))
 
     @cached_property
     def entries(self) -> list[Entry]:

@@ -176,41 +176,29 @@ class SparseAttention:
         """Rows to the ranks whose queries may see them: sequences up to the last query there."""
         return KeyRoute(self._layout, self._layout, _CAUSAL)
 
-    @cached_property
-    def _spans(self) -> list[tuple[int, int, int, int]]:
-        """(row, rows, place in the sequence, first gathered row of the sequence) of each span."""
-        starts = dict(zip(self._layout.sequences, self._route.key_starts, strict=False))
-        found, row = [], 0
-        for sequence, start, rows in self._layout.spans:
-            found.append((row, rows, start, starts[sequence]))
-            row += rows
-        return found
-
-    def _by_row(self, values: Iterator[Tensor], padding: int) -> Tensor:
-        own = [*values, torch.full((self._layout.padding,), padding, device="cpu")]
+    def _by_row(self, values: Tensor, padding: int) -> Tensor:
+        """Values of this rank's rows, and one for its padding."""
+        own = values, torch.full((self._layout.padding,), padding, device="cpu")
         return torch.cat(own).to(self._transport.device)
 
     @cached_property
     def _starts(self) -> Tensor:
         """(T,) the first gathered row of each row's sequence."""
-        spans = self._spans
-        return self._by_row((torch.full((n,), first) for _, n, _, first in spans), 0)
+        _, rows, first, *_ = self._route.section("ENTRIES").unbind(1)
+        return self._by_row(first.repeat_interleave(rows), 0)
 
     @cached_property
     def _positions(self) -> Tensor:
         """(T,) each row's place in its sequence; -1 in padding."""
-        spans = self._spans
-        return self._by_row((torch.arange(place, place + n) for _, n, place, _ in spans), -1)
+        tokens = self._layout.rows - self._layout.padding
+        return self._by_row(self._layout.positions[:tokens], -1)
 
     @cached_property
     def _output_rows(self) -> Tensor:
         """(N,) where each row of the wire lies among the gathered rows."""
-        lies = torch.empty(self._route.output_rows, dtype=torch.int64, device="cpu")
-        at = 0
-        for wire, rows in self._route.arrange.tolist():
-            lies[wire : wire + rows] = torch.arange(at, at + rows)
-            at += rows
-        return lies.to(self._transport.device)
+        first, rows = self._route.section("PLACES").unbind(1)
+        begins = (first - rows.cumsum(0) + rows).repeat_interleave(rows)
+        return (begins + torch.arange(len(begins), device="cpu")).to(self._transport.device)
 
     # ---- choosing ----
 
@@ -219,8 +207,8 @@ class SparseAttention:
     ) -> Tensor:
         """(T, K): the places of the keys of the highest scores, ascending, -1 for none."""
         places = torch.full((query.shape[0], top_k), -1, device=query.device)
-        for row, rows, place, first in self._spans:
-            keys = whole[first : first + place + rows]
+        for row, rows, first, seen_rows, *_ in self._route.entries:
+            keys, place = whole[first : first + seen_rows], seen_rows - rows
             step = max(1, _ELEMENTS // max(1, query.shape[1] * len(keys)))
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
@@ -286,8 +274,11 @@ def _from(places: Tensor, starts: Tensor) -> Tensor:
 
 def _counted(moves: Sequence[Move], kept: Tensor) -> list[Move]:
     """Moves of the rows that are kept, end to end."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)]).tolist()
-    made = (Move(m.peer, before[m.row], before[m.row + m.rows] - before[m.row]) for m in moves)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), kept.cumsum(0)])
+    edges = [(move.row, move.row + move.rows) for move in moves]
+    rows = torch.tensor(edges, dtype=torch.int64, device="cpu").view(-1, 2)
+    kept_before = before[rows].tolist()
+    made = [Move(m.peer, a, b - a) for m, (a, b) in zip(moves, kept_before, strict=True)]
     return [move for move in made if move.rows]
 
 

@@ -137,10 +137,9 @@ def span_rows(layout: Layout) -> list[int]:
     return [*rows, layout.padding] if layout.padding else rows
 
 
-def ranks_with_rows(layout: Layout) -> list[int]:
+def ranks_with_rows(layout: Layout) -> tuple[int, ...]:
     """The ranks of the group that have rows."""
-    group = range(layout.first_rank, layout.first_rank + layout.degree)
-    return [rank for rank in group if Layout(layout.plan, layout.micro_batch, rank).rows]
+    return layout.plan.core.ranks_with_rows(layout.micro_batch, layout.rank)
 
 
 # ---- whole sequences -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hcp.attention.cross import KeyRoute
+from hcp.attention.kernels import Launch
 from hcp.exchange.layout import Layout, Span
 
 
@@ -148,7 +149,8 @@ class Tables:
         sizes = [sum(map(len, self.spans.seen(rank, document))) for document in documents]
         key_starts = list(itertools.accumulate(sizes, initial=0))
         pack, sends = self._sent(rank)
-        arrange, receives = self._received(rank, dict(zip(documents, key_starts, strict=False)))
+        starts = dict(zip(documents, key_starts, strict=False))
+        stores, receives = self._received(rank, starts)
         entries = list(self._entries(rank, documents, key_starts))
         rows = [sum(rows for *_, rows in moves) for moves in (sends, receives)]
         return {
@@ -156,8 +158,8 @@ class Tables:
             "pack": pack,
             "sends": sends,
             "receives": receives,
-            "arrange": arrange,
-            "key_starts": key_starts,
+            "arrange": [(wire, rows) for _, wire, rows in sorted(stores)],
+            "places": [(row, rows) for row, _, rows in stores],
             "entries": entries,
             "query_runs": cut([(e[0], e[1], i, 0) for i, e in enumerate(entries)]),
             "key_runs": cut([(e[2], e[3], i, 0) for i, e in enumerate(entries)]),
@@ -175,7 +177,8 @@ class Tables:
 
     def _received(
         self, rank: int, starts: dict[int, int]
-    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, ...]]]:
+        """(output row, wire row, rows) of what comes, in the order of the wire; and receives."""
         stores, receives, received = [], [], 0
         for peer in range(self.ranks):
             first = received
@@ -183,7 +186,7 @@ class Tables:
                 stores.append((starts[document] + place, received, rows))
                 received += rows
             receives += [(peer, first, received - first)] if received > first else []
-        return [(wire, rows) for _, wire, rows in sorted(stores)], receives
+        return stores, receives
 
     def _entries(
         self, rank: int, documents: Sequence[int], key_starts: Sequence[int]
@@ -212,6 +215,15 @@ def cut(records: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, ...]]:
     return sorted(made)
 
 
+def launch_runs(launches: Sequence[Launch]) -> list[list[tuple[int, ...]]]:
+    """Runs of queries and runs of keys, of the launches."""
+    parts = [(entry, i, launch) for i, launch in enumerate(launches) for entry in launch.entries]
+    return [
+        cut([(e.query_row, e.query_rows, i, e.query_row - x.queries.start) for e, i, x in parts]),
+        cut([(e.key_row, e.key_rows, i, e.key_row - x.keys.start) for e, i, x in parts]),
+    ]
+
+
 def listed(route: KeyRoute) -> dict[str, Any]:
     """The same of hcp's own."""
 
@@ -224,7 +236,7 @@ def listed(route: KeyRoute) -> dict[str, Any]:
         "sends": [tuple(move) for move in route.sends],
         "receives": [tuple(move) for move in route.receives],
         "arrange": [tuple(record) for record in route.arrange.tolist()],
-        "key_starts": route.key_starts,
+        "places": records("PLACES"),
         "entries": [tuple(entry) for entry in route.entries],
         "query_runs": records("QUERY_RUNS"),
         "key_runs": records("KEY_RUNS"),

@@ -420,6 +420,11 @@ hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
                              hcp_layout **layout, hcp_error *err);
 void hcp_layout_destroy(hcp_layout *layout);
 
+/* List the ranks that have rows, *count of them, ascending, in the group of a rank: none for a rank
+ * that no group contains. ranks_out has room for limits.ranks. */
+hcp_status hcp_layout_ranks(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                            int32_t *ranks_out, int32_t *count, hcp_error *err);
+
 /* ---- Tables ------------------------------------------------------------- */
 
 /* A route, states, cross-attention or a schedule: sections of records of integers in one array, so
@@ -549,8 +554,7 @@ hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
  * rank's layout of keys; the output is all keys that its queries see, by document and token, each
  * once.
  *
- *   KEY_STARTS  (row): the first output row of each document of the queries' group, then the
- *               number of output rows
+ *   PLACES      (row, rows): the output rows of the received rows, in the order of these
  *   ENTRIES     (query_row, query_rows, key_row, key_rows, low, high): consecutive queries of a
  *               document and the keys that they see, as in HCP_SCHEDULE_SECTIONS
  *   QUERY_RUNS  (row, rows, part, part_row): rows of the queries' layout <- entries
@@ -561,7 +565,7 @@ hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
   X(SENDS, 3)                 \
   X(RECEIVES, 3)              \
   X(ARRANGE, 2)               \
-  X(KEY_STARTS, 1)            \
+  X(PLACES, 2)                \
   X(ENTRIES, 6)               \
   X(QUERY_RUNS, 4)            \
   X(KEY_RUNS, 4)
