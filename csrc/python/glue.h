@@ -14,6 +14,32 @@
  * rely on it. */
 #define HCP_PY_SLOT(function) ((void *)(uintptr_t)(function))
 
+/* A call of the core while other threads have the GIL. The core then reads copies that the caller
+ * owns, and what `reads` holds: a value that nobody changes, kept alive meanwhile (NULL: none). */
+typedef struct hcp_py_gil {
+  hcp_stop stop; /* for searches, which may take hours: it looks for Ctrl-C many times a second */
+  PyObject *reads;
+  PyThreadState *state;
+  double looked; /* seconds */
+  int32_t raised;
+} hcp_py_gil;
+
+void hcp_py_drop_gil(hcp_py_gil *gil, PyObject *reads);
+
+/* Returns 1 where a signal's handler has raised: its exception is set. */
+int hcp_py_take_gil(hcp_py_gil *gil);
+
+/* The same for a call that always ends soon: declares `status`. Python looks for signals after
+ * it. */
+#define HCP_PY_WITHOUT_GIL(reads, status, call) \
+  hcp_status status;                            \
+  do {                                          \
+    hcp_py_gil gil_;                            \
+    hcp_py_drop_gil(&gil_, reads);              \
+    status = call;                              \
+    hcp_py_take_gil(&gil_);                     \
+  } while (0)
+
 /* Sets the Python exception that fits *err and returns NULL. An exception that
  * a callback has set already stays. INVALID and INFEASIBLE become ValueError,
  * NO_MEMORY MemoryError, OVERFLOW OverflowError, CALLBACK RuntimeError. */

@@ -154,7 +154,9 @@ static PyObject *grid_groups(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "s:groups", &role)) return NULL;
   int32_t *ranks = PyMem_Malloc((size_t)grid_of(self)->ranks * sizeof *ranks);
   if (ranks == NULL) return PyErr_NoMemory();
-  if (hcp_grid_groups(grid_of(self), role, ranks, &count, &size, &err) == HCP_OK)
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_grid_groups(grid_of(self), role, ranks, &count, &size, &err));
+  if (status == HCP_OK)
     groups = list_of_groups(ranks, count, size);
   else
     hcp_py_raise(&err);
@@ -168,8 +170,9 @@ static PyObject *grid_shares(PyObject *self, PyObject *args) {
   int32_t same;
   hcp_error err;
   if (!PyArg_ParseTuple(args, "O!s:shares", Py_TYPE(self), &other, &role)) return NULL;
-  if (hcp_grid_shares(grid_of(self), grid_of(other), role, &same, &err) != HCP_OK)
-    return hcp_py_raise(&err);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_grid_shares(grid_of(self), grid_of(other), role, &same, &err));
+  if (status != HCP_OK) return hcp_py_raise(&err);
   return PyBool_FromLong(same);
 }
 

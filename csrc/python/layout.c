@@ -27,8 +27,9 @@ static PyObject *layout_create(PyObject *module, PyObject *args, PyObject *kwarg
     return NULL;
   const hcp_plan *plan = hcp_py_plan(module, plan_object);
   if (plan == NULL) return NULL;
-  if (hcp_layout_create(plan, micro_batch, rank, &layout, &err) != HCP_OK)
-    return hcp_py_raise(&err);
+  HCP_PY_WITHOUT_GIL(plan_object, status,
+                     hcp_layout_create(plan, micro_batch, rank, &layout, &err));
+  if (status != HCP_OK) return hcp_py_raise(&err);
   PyObject *object = hcp_py_new(module, "Layout");
   if (object == NULL)
     hcp_layout_destroy(layout);

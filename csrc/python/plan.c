@@ -1,6 +1,5 @@
 /* plan.c - Plan: an immutable value, and the tables that follow from it. */
 #include <string.h>
-#include <time.h>
 
 #include "request.h"
 
@@ -53,56 +52,26 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
   return object;
 }
 
-/* ---- Ctrl-C in a search, which holds no GIL ---- */
-
-enum { LOOKS_A_SECOND = 10 };
-
-typedef struct watch {
-  PyThreadState *state;
-  double looked; /* seconds */
-  int32_t stopped;
-} watch;
-
-static double seconds(void) {
-  struct timespec now;
-  timespec_get(&now, TIME_UTC);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* Whether a signal's handler has raised: its exception stays. Handlers run on the main thread
- * alone. Few looks, as other threads may keep the GIL for a while. */
-static int32_t stopped(void *context) {
-  watch *w = context;
-  double now = seconds(), since = now - w->looked;
-  if (w->stopped || (since >= 0 && since < 1.0 / LOOKS_A_SECOND)) return w->stopped;
-  w->looked = now;
-  PyEval_RestoreThread(w->state);
-  w->stopped = PyErr_CheckSignals() < 0;
-  w->state = PyEval_SaveThread();
-  return w->stopped;
-}
-
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
   PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs, *effort_object;
   int32_t effort;
   request r;
   hcp_plan *plan = NULL;
+  hcp_py_gil gil;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:create_plan", keywords, &lengths,
                                    &limits, &lists, &prices, &cost_table, &pairs, &effort_object) ||
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  watch w = {.looked = seconds()};
-  hcp_stop stop = {stopped, &w};
-  w.state = PyEval_SaveThread();
+  hcp_py_drop_gil(&gil, NULL);
   hcp_status status =
-      hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &stop, &plan, &err);
-  PyEval_RestoreThread(w.state);
+      hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &gil.stop, &plan, &err);
+  int raised = hcp_py_take_gil(&gil);
   hcp_py_request_release(&r);
-  if (w.stopped) hcp_plan_destroy(plan);
-  if (w.stopped) return NULL;
+  if (raised) hcp_plan_destroy(plan);
+  if (raised) return NULL;
   return status == HCP_OK ? wrap(module, plan) : hcp_py_raise(&err);
 }
 
@@ -112,6 +81,7 @@ static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) 
   int32_t effort;
   request r;
   int64_t bound = 0, work = 0;
+  hcp_py_gil gil;
   hcp_error err;
   (void)module;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:plan_bound", keywords, &lengths,
@@ -119,14 +89,12 @@ static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) 
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  watch w = {.looked = seconds()};
-  hcp_stop stop = {stopped, &w};
-  w.state = PyEval_SaveThread();
-  hcp_status status = hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &stop,
+  hcp_py_drop_gil(&gil, NULL);
+  hcp_status status = hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &gil.stop,
                                      &bound, &work, &err);
-  PyEval_RestoreThread(w.state);
+  int raised = hcp_py_take_gil(&gil);
   hcp_py_request_release(&r);
-  if (w.stopped) return NULL;
+  if (raised) return NULL;
   return status == HCP_OK ? Py_BuildValue("LL", (long long)bound, (long long)work)
                           : hcp_py_raise(&err);
 }
@@ -146,7 +114,8 @@ static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwarg
       hcp_py_int32(group, "group", &pipeline.micro_batch_group) < 0 ||
       hcp_py_int64s(list, "times", &times, &n) < 0)
     return NULL;
-  hcp_status status = hcp_pipeline_time(&pipeline, times, (int32_t)n, &makespan, &err);
+  HCP_PY_WITHOUT_GIL(NULL, status,
+                     hcp_pipeline_time(&pipeline, times, (int32_t)n, &makespan, &err));
   PyMem_Free(times);
   return status == HCP_OK ? PyLong_FromLongLong(makespan) : hcp_py_raise(&err);
 }
@@ -237,6 +206,7 @@ static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
   Py_ssize_t count = PySequence_Size(list);
   hcp_status status = HCP_CALLBACK;
   hcp_error err = {HCP_CALLBACK, ""};
+  hcp_py_gil gil;
   if (count < 0) return NULL;
   if (count > INT32_MAX)
     return PyErr_Format(PyExc_ValueError, "there are %zd masks, expected < 2^31", count);
@@ -249,9 +219,9 @@ static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
     Py_XDECREF(mask);
   }
   if (filled) {
-    Py_BEGIN_ALLOW_THREADS;
+    hcp_py_drop_gil(&gil, self);
     status = hcp_plan_set_masks(plan, masks, (int32_t)count, &err);
-    Py_END_ALLOW_THREADS;
+    hcp_py_take_gil(&gil);
   }
   free_masks(masks, count);
   if (!filled) return NULL;
@@ -275,10 +245,11 @@ static hcp_plan *plan_from(const request *r, const int32_t *batches, Py_ssize_t 
     batch[m] = (hcp_micro_batch){first_group, batches[m]};
   for (Py_ssize_t g = 0; g < group_count; first_sequence += groups[3 * g++ + 2])
     group[g] = (hcp_group){groups[3 * g], groups[3 * g + 1], first_sequence, groups[3 * g + 2]};
-  if (hcp_plan_create_from(r->lengths, (int32_t)r->n, &r->limits, &r->cost, batch,
-                           (int32_t)batch_count, group, (int32_t)group_count, sequences, &plan,
-                           err) != HCP_OK)
-    hcp_py_raise(err);
+  HCP_PY_WITHOUT_GIL(NULL, status,
+                     hcp_plan_create_from(r->lengths, (int32_t)r->n, &r->limits, &r->cost, batch,
+                                          (int32_t)batch_count, group, (int32_t)group_count,
+                                          sequences, &plan, err));
+  if (status != HCP_OK) hcp_py_raise(err);
 done:
   PyMem_Free(group);
   PyMem_Free(batch);
@@ -487,6 +458,11 @@ static int comm_type_from(const char *name, hcp_comm_type *comm_type) {
   return -1;
 }
 
+static PyObject *table_or_raise(PyObject *self, hcp_status status, hcp_table *table,
+                                const hcp_error *err) {
+  return status == HCP_OK ? hcp_py_table(module_of(self), table) : hcp_py_raise(err);
+}
+
 /* A micro-batch and a rank. */
 static int place_from(PyObject *const objects[2], int32_t *micro_batch, int32_t *rank) {
   if (hcp_py_int32(objects[0], "micro_batch", micro_batch) < 0) return -1;
@@ -515,10 +491,10 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
       hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0 ||
       (index_object != NULL && hcp_py_int32(index_object, "mask", &mask.index) < 0))
     return NULL;
-  if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask, stage_rows,
-                          by_nodes, &table, &err) != HCP_OK)
-    return hcp_py_raise(&err);
-  return hcp_py_table(module_of(self), table);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask,
+                                         stage_rows, by_nodes, &table, &err));
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -543,10 +519,11 @@ static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *k
     PyMem_Free(sources);
     return NULL;
   }
-  hcp_status status =
-      hcp_route_dispatch(plan_of(self), sources, rank, first, count, reverse, &table, &err);
+  HCP_PY_WITHOUT_GIL(
+      self, status,
+      hcp_route_dispatch(plan_of(self), sources, rank, first, count, reverse, &table, &err));
   PyMem_Free(sources);
-  return status == HCP_OK ? hcp_py_table(module_of(self), table) : hcp_py_raise(&err);
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -560,9 +537,9 @@ static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwarg
                                    &shift_object) ||
       place_from(place, &micro_batch, &rank) < 0 || hcp_py_int64(shift_object, "shift", &shift) < 0)
     return NULL;
-  if (hcp_route_roll(plan_of(self), micro_batch, rank, shift, &table, &err) != HCP_OK)
-    return hcp_py_raise(&err);
-  return hcp_py_table(module_of(self), table);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_route_roll(plan_of(self), micro_batch, rank, shift, &table, &err));
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -577,9 +554,9 @@ static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwarg
       place_from(place, &micro_batch, &rank) < 0 ||
       hcp_py_int64(before_object, "before", &before) < 0)
     return NULL;
-  if (hcp_route_halo(plan_of(self), micro_batch, rank, before, &table, &err) != HCP_OK)
-    return hcp_py_raise(&err);
-  return hcp_py_table(module_of(self), table);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_route_halo(plan_of(self), micro_batch, rank, before, &table, &err));
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_states(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -593,11 +570,9 @@ static PyObject *plan_states(PyObject *self, PyObject *args, PyObject *kwargs) {
                                    &by_rounds) ||
       place_from(place, &micro_batch, &rank) < 0)
     return NULL;
-  hcp_status status;
-  Py_BEGIN_ALLOW_THREADS status =
-      hcp_states_create(plan_of(self), micro_batch, rank, by_rounds, &table, &err);
-  Py_END_ALLOW_THREADS return status == HCP_OK ? hcp_py_table(module_of(self), table)
-                                               : hcp_py_raise(&err);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_states_create(plan_of(self), micro_batch, rank, by_rounds, &table, &err));
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -610,8 +585,9 @@ static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwar
                                    &place[1]) ||
       place_from(place, &micro_batch, &rank) < 0)
     return NULL;
-  if (hcp_states_measure(plan_of(self), micro_batch, rank, &rows, &err) != HCP_OK)
-    return hcp_py_raise(&err);
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_states_measure(plan_of(self), micro_batch, rank, &rows, &err));
+  if (status != HCP_OK) return hcp_py_raise(&err);
   return Py_BuildValue("(LLi)", (long long)rows.gathered, (long long)rows.by_rounds,
                        (int)rows.rounds);
 }
