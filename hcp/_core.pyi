@@ -11,7 +11,10 @@ COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 STATES_SECTIONS: tuple[tuple[str, int], ...]
 CROSS_SECTIONS: tuple[tuple[str, int], ...]
+PAYLOAD_SECTIONS: tuple[tuple[str, int], ...]
+FIXED_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
+SPLITS: tuple[Literal["whole"], Literal["first"], Literal["even"], Literal["tokens"]]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
 LIMIT_LISTS: tuple[str, ...]
@@ -19,6 +22,8 @@ SYNCS: tuple[str, ...]
 FULL_SPEED: int
 GATHERS_MAX: int
 
+def check_units(unit_rows: Sequence[int], runs: Sequence[int], /) -> None: ...
+def fixed_sizes(rows: int, sequences: int, max_seqlen: int, ranks: int, /) -> tuple[int, ...]: ...
 def int32s(sequence: Sequence[int], name: str, /) -> bytes: ...
 
 @final
@@ -92,6 +97,20 @@ class Plan:
     def route_dispatch(
         self, sources: Sequence[int], rank: int, first: int, count: int, reverse: bool
     ) -> memoryview: ...
+    def route_by_sequence(
+        self, sources: Sequence[int], micro_batch: int, rank: int
+    ) -> memoryview: ...
+    def payload(
+        self,
+        split: str,
+        units: Sequence[int],
+        unit_rows: Sequence[int] | None = None,
+        takers: tuple[Sequence[int], int, Sequence[int], Sequence[int], Sequence[int]]
+        | None = None,
+    ) -> Payload: ...
+    def fixed(
+        self, micro_batch: int, rank: int, rows: int, sequences: int, max_seqlen: int, ranks: int
+    ) -> memoryview: ...
     def route_roll(self, micro_batch: int, rank: int, shift: int) -> memoryview: ...
     def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
     def states(self, micro_batch: int, rank: int, by_rounds: bool) -> memoryview: ...
@@ -106,6 +125,12 @@ class Plan:
         left: int,
         right: int,
     ) -> memoryview: ...
+
+@final
+class Payload:
+    def route(self, sources: Sequence[int], rank: int, of_units: bool) -> memoryview: ...
+    def route_to_tokens(self, micro_batch: int, rank: int) -> memoryview: ...
+    def measure(self, micro_batch: int, rank: int, of_units: bool) -> memoryview: ...
 
 @final
 class Layout:

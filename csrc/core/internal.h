@@ -119,6 +119,10 @@ int32_t hcp__whole_nodes(const hcp_plan *plan, const hcp_group *group);
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err);
 
+/* Whether rank and the rank that loaded each sequence are in the domain (route.c). */
+hcp_status hcp__check_sources(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                              hcp_error *err);
+
 /* ---- Cuts of masked sequences (cut.c) ---- */
 
 /* Consecutive tokens, and the place of the group that holds them. */
@@ -196,6 +200,8 @@ void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t k
                     int64_t relayed);
 /* Appends (row, rows), joined to the last record when it continues that. */
 void hcp__append_rows(hcp__lists *lists, int32_t section, int64_t row, int64_t rows);
+/* Appends (peer, row, rows) of each rank with rows: those from starts[peer] up to the next. */
+void hcp__append_peers(hcp__lists *lists, int32_t section, const int64_t *starts, int32_t ranks);
 int64_t hcp__records(const hcp__lists *lists, int32_t section);
 const int64_t *hcp__record(const hcp__lists *lists, int32_t section, int64_t i);
 /* Sorts a section's records by one of their words; equal ones keep no order. */

@@ -56,13 +56,6 @@ static hcp_status finish(hcp__lists *lists, totals total, int32_t reverse, hcp_t
   return hcp__table_create(lists, HCP_ROUTE_SECTION_COUNT, route, err);
 }
 
-static void append_peers(hcp__lists *lists, int32_t section, const int64_t *starts, int32_t ranks) {
-  for (int32_t peer = 0; peer < ranks; peer++)
-    if (starts[peer + 1] > starts[peer])
-      hcp__append(lists, section,
-                  (const int64_t[]){peer, starts[peer], starts[peer + 1] - starts[peer]});
-}
-
 /* ---- dispatch ---- */
 
 typedef struct dispatch {
@@ -86,6 +79,17 @@ static void each_sequence(const dispatch *d, hcp__lists *lists, totals *total,
       const hcp_group *group = &d->plan->groups[g];
       for (int32_t s = 0; s < group->sequences; s++) visit(d, lists, total, group, s);
     }
+  }
+}
+
+/* A rank's rows in each micro-batch. */
+static void append_parts(const dispatch *d, hcp__lists *lists) {
+  for (int32_t m = d->first; m < d->first + d->count; m++) {
+    const hcp_group *group = hcp__group_of(d->plan, m, d->rank);
+    int32_t j = group == NULL ? 0 : d->rank - group->first_rank;
+    int64_t rows = group == NULL ? 0 : hcp__rank_rows(d->plan, group, j);
+    if (group != NULL) rows += hcp__padding(d->plan, group, j);
+    hcp__append(lists, HCP_ROUTE_PARTS, &rows);
   }
 }
 
@@ -152,21 +156,27 @@ static void place_sources(const dispatch *d) {
     }
 }
 
-static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
-                                 int32_t first, int32_t count, hcp_error *err) {
+hcp_status hcp__check_sources(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                              hcp_error *err) {
   if (rank < 0 || rank >= plan->limits.ranks)
     return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank,
                      plan->limits.ranks - 1);
-  if (first < 0 || count < 0 || first > plan->micro_batch_count - count)
-    return hcp__fail(err, HCP_INVALID,
-                     "first is %d and count %d, expected first >= 0, count >= 0 and first + count "
-                     "<= %d (the plan's micro-batches)",
-                     first, count, plan->micro_batch_count);
   for (int32_t i = 0; i < plan->n; i++)
     if (sources[i] < 0 || sources[i] >= plan->limits.ranks)
       return hcp__fail(err, HCP_INVALID, "sources[%d] is %d, expected 0 to %d", i, sources[i],
                        plan->limits.ranks - 1);
   return HCP_OK;
+}
+
+static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                                 int32_t first, int32_t count, hcp_error *err) {
+  hcp_status status = hcp__check_sources(plan, sources, rank, err);
+  if (status == HCP_OK && (first < 0 || count < 0 || first > plan->micro_batch_count - count))
+    status = hcp__fail(err, HCP_INVALID,
+                       "first is %d and count %d, expected first >= 0, count >= 0 and first + "
+                       "count <= %d (the plan's micro-batches)",
+                       first, count, plan->micro_batch_count);
+  return status;
 }
 
 static hcp_status build_dispatch(const dispatch *d, int32_t reverse, hcp_table **route,
@@ -180,9 +190,10 @@ static hcp_status build_dispatch(const dispatch *d, int32_t reverse, hcp_table *
   place_sources(d);
   prefix_sums(d->sends, ranks);
   prefix_sums(d->receives, ranks);
-  append_peers(&lists, reverse ? HCP_ROUTE_RECEIVES : HCP_ROUTE_SENDS, d->sends, ranks);
-  append_peers(&lists, reverse ? HCP_ROUTE_SENDS : HCP_ROUTE_RECEIVES, d->receives, ranks);
+  hcp__append_peers(&lists, reverse ? HCP_ROUTE_RECEIVES : HCP_ROUTE_SENDS, d->sends, ranks);
+  hcp__append_peers(&lists, reverse ? HCP_ROUTE_SENDS : HCP_ROUTE_RECEIVES, d->receives, ranks);
   each_sequence(d, &lists, &total, place_sequence);
+  if (!reverse) append_parts(d, &lists);
   hcp_status status = finish(&lists, total, reverse, route, err);
   hcp__lists_release(&lists);
   return status;

@@ -46,6 +46,13 @@ void hcp__append_rows(hcp__lists *lists, int32_t section, int64_t row, int64_t r
   hcp__append(lists, section, (const int64_t[]){row, rows});
 }
 
+void hcp__append_peers(hcp__lists *lists, int32_t section, const int64_t *starts, int32_t ranks) {
+  for (int32_t peer = 0; peer < ranks; peer++)
+    if (starts[peer + 1] > starts[peer])
+      hcp__append(lists, section,
+                  (const int64_t[]){peer, starts[peer], starts[peer + 1] - starts[peer]});
+}
+
 int64_t hcp__records(const hcp__lists *lists, int32_t section) {
   return lists->list[section].count / lists->list[section].width;
 }

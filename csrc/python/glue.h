@@ -67,6 +67,9 @@ PyObject *hcp_py_table(PyObject *module, hcp_table *table);
 /* The C value inside a Plan; NULL with TypeError for anything else. */
 const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object);
 
+/* A new Payload of a Plan: the method `payload` of it. */
+PyObject *hcp_py_payload(PyObject *module, PyObject *plan_object, PyObject *args, PyObject *kwargs);
+
 /* One of an X-macro's texts in a list of what is expected: the list starts
  * behind the first two characters. */
 #define HCP_PY_LISTED(name, text) ", '" text "'"
@@ -88,6 +91,7 @@ PyObject *hcp_py_new(PyObject *module, const char *name);
 /* Each adds its types to the module. Returns 0, or -1 with an exception set. */
 int hcp_py_add_plan(PyObject *module);
 int hcp_py_add_layout(PyObject *module);
+int hcp_py_add_payload(PyObject *module);
 int hcp_py_add_table(PyObject *module);
 int hcp_py_add_grid(PyObject *module);
 int hcp_py_add_slots(PyObject *module);

@@ -497,13 +497,23 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
   return table_or_raise(self, status, table, &err);
 }
 
+/* The rank that loaded each sequence; the caller frees it. */
+static int sources_from(PyObject *self, PyObject *list, int32_t **sources) {
+  Py_ssize_t n;
+  if (hcp_py_int32s(list, "sources", sources, &n) < 0) return -1;
+  if (n == plan_of(self)->n) return 0;
+  PyErr_Format(PyExc_ValueError, "sources has %zd items, expected %d, one per sequence", n,
+               (int)plan_of(self)->n);
+  PyMem_Free(*sources);
+  return -1;
+}
+
 static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"sources", "rank", "first", "count", "reverse", NULL};
   PyObject *source_list, *rank_object, *first_object, *count_object;
   int32_t rank, first, count;
   int reverse;
   int32_t *sources;
-  Py_ssize_t n;
   hcp_table *table;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOp:route_dispatch", keywords, &source_list,
@@ -511,19 +521,73 @@ static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *k
       hcp_py_int32(rank_object, "rank", &rank) < 0 ||
       hcp_py_int32(first_object, "first", &first) < 0 ||
       hcp_py_int32(count_object, "count", &count) < 0 ||
-      hcp_py_int32s(source_list, "sources", &sources, &n) < 0)
+      sources_from(self, source_list, &sources) < 0)
     return NULL;
-  if (n != plan_of(self)->n) {
-    PyErr_Format(PyExc_ValueError, "sources has %zd items, expected %d, one per sequence", n,
-                 (int)plan_of(self)->n);
-    PyMem_Free(sources);
-    return NULL;
-  }
   HCP_PY_WITHOUT_GIL(
       self, status,
       hcp_route_dispatch(plan_of(self), sources, rank, first, count, reverse, &table, &err));
   PyMem_Free(sources);
   return table_or_raise(self, status, table, &err);
+}
+
+static PyObject *plan_route_by_sequence(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"sources", "micro_batch", "rank", NULL};
+  PyObject *source_list, *place[2];
+  int32_t micro_batch, rank, *sources;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:route_by_sequence", keywords, &source_list,
+                                   &place[0], &place[1]) ||
+      place_from(place, &micro_batch, &rank) < 0 || sources_from(self, source_list, &sources) < 0)
+    return NULL;
+  HCP_PY_WITHOUT_GIL(
+      self, status, hcp_route_by_sequence(plan_of(self), sources, micro_batch, rank, &table, &err));
+  PyMem_Free(sources);
+  return table_or_raise(self, status, table, &err);
+}
+
+static PyObject *plan_payload(PyObject *self, PyObject *args, PyObject *kwargs) {
+  return hcp_py_payload(module_of(self), self, args, kwargs);
+}
+
+/* Four integers. */
+static int capacity_from(PyObject *const objects[4], hcp_capacity *capacity) {
+  if (hcp_py_int64(objects[0], "rows", &capacity->rows) < 0 ||
+      hcp_py_int64(objects[1], "sequences", &capacity->sequences) < 0 ||
+      hcp_py_int64(objects[2], "max_seqlen", &capacity->max_seqlen) < 0)
+    return -1;
+  return hcp_py_int32(objects[3], "ranks", &capacity->ranks);
+}
+
+static PyObject *plan_fixed(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank",  "rows", "sequences",
+                             "max_seqlen",  "ranks", NULL};
+  PyObject *place[2], *numbers[4];
+  int32_t micro_batch, rank;
+  hcp_capacity capacity;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:fixed", keywords, &place[0], &place[1],
+                                   &numbers[0], &numbers[1], &numbers[2], &numbers[3]) ||
+      place_from(place, &micro_batch, &rank) < 0 || capacity_from(numbers, &capacity) < 0)
+    return NULL;
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_fixed_create(plan_of(self), micro_batch, rank, &capacity, &table, &err));
+  return table_or_raise(self, status, table, &err);
+}
+
+static PyObject *fixed_sizes(PyObject *module, PyObject *args) {
+  PyObject *numbers[4];
+  int64_t sizes[HCP_FIXED_SECTION_COUNT];
+  hcp_capacity capacity;
+  hcp_error err;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "OOOO:fixed_sizes", &numbers[0], &numbers[1], &numbers[2],
+                        &numbers[3]) ||
+      capacity_from(numbers, &capacity) < 0)
+    return NULL;
+  if (hcp_fixed_sizes(&capacity, sizes, &err) != HCP_OK) return hcp_py_raise(&err);
+  return tuple_of(sizes, HCP_FIXED_SECTION_COUNT);
 }
 
 static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -655,6 +719,13 @@ static PyMethodDef plan_methods[] = {
     {"route_dispatch", (PyCFunction)(void (*)(void))plan_route_dispatch,
      METH_VARARGS | METH_KEYWORDS,
      "Rows from the ranks that loaded them to the ranks that compute them, or back."},
+    {"route_by_sequence", (PyCFunction)(void (*)(void))plan_route_by_sequence,
+     METH_VARARGS | METH_KEYWORDS,
+     "A row of each sequence from its group's first rank to the rank that loaded it."},
+    {"payload", (PyCFunction)(void (*)(void))plan_payload, METH_VARARGS | METH_KEYWORDS,
+     "A Payload: rows of all sequences, and how groups split them."},
+    {"fixed", (PyCFunction)(void (*)(void))plan_fixed, METH_VARARGS | METH_KEYWORDS,
+     "The tables of fixed sizes of one rank."},
     {"route_roll", (PyCFunction)(void (*)(void))plan_route_roll, METH_VARARGS | METH_KEYWORDS,
      "Rows of a micro-batch shifted along their sequences."},
     {"route_halo", (PyCFunction)(void (*)(void))plan_route_halo, METH_VARARGS | METH_KEYWORDS,
@@ -686,6 +757,7 @@ static PyMethodDef functions[] = {
      "Time of one sequence at a degree, without launch."},
     {"pipeline_time", (PyCFunction)(void (*)(void))pipeline_time, METH_VARARGS | METH_KEYWORDS,
      "Makespan of micro-batches of these times in a pipeline."},
+    {"fixed_sizes", fixed_sizes, METH_VARARGS, "Words of each table of fixed capacity."},
     {"plan_bound", (PyCFunction)(void (*)(void))plan_bound, METH_VARARGS | METH_KEYWORDS,
      "(bound, work) of every plan for a request."},
     {"create_plan_from", (PyCFunction)(void (*)(void))plan_create_from,

@@ -52,6 +52,10 @@ int hcp_py_add_table(PyObject *module) {
   static const int states_widths[] = {HCP_STATES_SECTIONS(WIDTH)};
   static const char *const cross_names[] = {HCP_CROSS_SECTIONS(NAME)};
   static const int cross_widths[] = {HCP_CROSS_SECTIONS(WIDTH)};
+  static const char *const payload_names[] = {HCP_PAYLOAD_SECTIONS(NAME)};
+  static const int payload_widths[] = {HCP_PAYLOAD_SECTIONS(WIDTH)};
+  static const char *const fixed_names[] = {HCP_FIXED_SECTIONS(NAME)};
+  static const int fixed_widths[] = {HCP_FIXED_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
 #undef NAME
@@ -62,7 +66,12 @@ int hcp_py_add_table(PyObject *module) {
       hcp_py_add_owned(module, "STATES_SECTIONS",
                        sections_tuple(states_names, states_widths, HCP_STATES_SECTION_COUNT)) < 0 ||
       hcp_py_add_owned(module, "CROSS_SECTIONS",
-                       sections_tuple(cross_names, cross_widths, HCP_CROSS_SECTION_COUNT)) < 0)
+                       sections_tuple(cross_names, cross_widths, HCP_CROSS_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(module, "PAYLOAD_SECTIONS",
+                       sections_tuple(payload_names, payload_widths, HCP_PAYLOAD_SECTION_COUNT)) <
+          0 ||
+      hcp_py_add_owned(module, "FIXED_SECTIONS",
+                       sections_tuple(fixed_names, fixed_widths, HCP_FIXED_SECTION_COUNT)) < 0)
     return -1;
   return hcp_py_add_owned(
       module, "SCHEDULE_SECTIONS",

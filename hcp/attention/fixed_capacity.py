@@ -11,20 +11,23 @@ heads, D head size, E head size of values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hcp import _core
 from hcp.attention.block_exchange import block_exchange
 from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, wide
 from hcp.errors import HcpError
 from hcp.exchange.agreement import BACKWARD, FORWARD, Kind, Stamp, agree_once, rows_like
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import tensor_of
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.transport import Transport
 from hcp.planning.plan import Plan
+
+SECTIONS = tuple(name for name, _ in _core.FIXED_SECTIONS)
+"""The tables, by the names that ``csrc/include/hcp/hcp.h`` describes."""
 
 
 class Capacity(NamedTuple):
@@ -40,27 +43,9 @@ class Capacity(NamedTuple):
     """Ranks of a block, d. A sequence is computed within one."""
 
     @property
-    def spans(self) -> int:
-        """S: a rank has one span of a sequence that it computes alone, at most two of others."""
-        return self.sequences if self.ranks == 1 else 2 * self.sequences
-
-    @property
-    def keys(self) -> int:
-        """K: what the spans of any plan see under a causal mask. The last row belongs to no key.
-
-        Chunks j and 2d - 1 - j of a sequence of L tokens see L + L / 2d together.
-        """
-        if self.ranks == 1:
-            return self.rows
-        return self.ranks * self.rows + self.rows // 2 + 1
-
-    @property
-    def sizes(self) -> list[int]:
-        """Words of each table: positions, rows without a token, cu_seqlens of queries and of keys,
-        keys, and the two places of each gathered row among them."""
-        spans = self.spans + 1
-        own = [self.rows, self.rows, spans, spans]
-        return own if self.ranks == 1 else [*own, self.keys, 2 * self.ranks * self.rows]
+    def sizes(self) -> tuple[int, ...]:
+        """Words of each table."""
+        return _core.fixed_sizes(*self)
 
 
 class FixedTables:
@@ -69,19 +54,18 @@ class FixedTables:
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.capacity = capacity
         self._words = torch.zeros(sum(capacity.sizes), dtype=torch.int64, device=device)
-        parts = torch.split(self._words, capacity.sizes)
-        self.positions = parts[0]
+        parts = dict(zip(SECTIONS, torch.split(self._words, list(capacity.sizes)), strict=True))
+        self.positions = parts["POSITIONS"]
         """int64 (C,)"""
-        self.empty = torch.ones(capacity.rows, dtype=torch.bool, device=device)
+        self.empty = torch.ones_like(parts["EMPTY"], dtype=torch.bool)
         """bool (C,): rows that hold no token."""
-        self._sources = parts[1:4]
         # Each in memory of its own: FlashAttention-4 wants it at 16 bytes.
-        self.query_bounds, self.key_bounds = (
-            torch.zeros(capacity.spans + 1, dtype=torch.int32, device=device) for _ in range(2)
-        )
-        self.keys = parts[4] if capacity.ranks > 1 else None
+        self.query_bounds = torch.zeros_like(parts["QUERY_BOUNDS"], dtype=torch.int32)
+        self.key_bounds = torch.zeros_like(parts["KEY_BOUNDS"], dtype=torch.int32)
+        self._sources = parts["EMPTY"], parts["QUERY_BOUNDS"], parts["KEY_BOUNDS"]
+        self.keys = parts["KEYS"] if capacity.ranks > 1 else None
         """int64 (K,): the gathered row of each key."""
-        self.places = parts[5].view(2, -1) if capacity.ranks > 1 else None
+        self.places = parts["PLACES"].view(2, -1) if capacity.ranks > 1 else None
         """int64 (2, d C): where each gathered row lies among the keys; K - 1 if nowhere."""
         self.loaded = "no plan"
         """Whose tables they are, in words."""
@@ -104,85 +88,8 @@ def words_of(capacity: Capacity, plan: Plan, micro_batch: int, rank: int) -> Ten
     Raises ValueError for a micro-batch that any rank of the block has no room for, alike on all of
     them.
     """
-    first = rank - rank % capacity.ranks
-    layouts = [Layout(plan, micro_batch, first + i) for i in range(capacity.ranks)]
-    for layout in layouts:
-        _expect_room(capacity, layout, first)
-    own = layouts[rank - first]
-    positions, empty, *others = (
-        torch.zeros(size, dtype=torch.int64, device="cpu") for size in capacity.sizes
-    )
-    tokens = own.rows - own.padding
-    positions[:tokens] = own.positions[:tokens]
-    empty[tokens:] = 1
-    queries, keys = others[0], others[1]
-    rows = [span.rows for span in own.spans]
-    _sum_into(queries, rows)
-    if capacity.ranks == 1:
-        _sum_into(keys, rows)
-    else:
-        _sum_into(keys, [span.start + span.rows for span in own.spans])
-        _arrange(others[2], others[3].view(2, -1), capacity, layouts, own, first)
-    return torch.cat([positions, empty, queries, keys, *others[2:]])
-
-
-def _expect_room(capacity: Capacity, layout: Layout, first: int) -> None:
-    where = f"micro-batch {layout.micro_batch}, rank {layout.rank}"
-    if layout.plan.masks:
-        raise ValueError(f"{where}: the plan has masks, expected none for layers in CUDA graphs")
-    group = layout.first_rank, layout.first_rank + layout.degree
-    if layout.degree and (group[0] < first or group[1] > first + capacity.ranks):
-        raise ValueError(
-            f"{where}: its group is the ranks {group[0]} to {group[1] - 1}, expected ranks within "
-            f"{first} to {first + capacity.ranks - 1}, whose keys the graph gathers: make the "
-            "handler with more ranks, or the plan with a smaller max_degree and ranks_per_node="
-            f"{capacity.ranks}, max_degree={capacity.ranks}"
-        )
-    held = len({span.sequence for span in layout.spans})
-    for name, found, most in (
-        ("rows", layout.rows, capacity.rows),
-        ("sequences", held, capacity.sequences),
-        ("max_seqlen", max(layout.lengths, default=0), capacity.max_seqlen),
-    ):
-        if found > most:
-            raise ValueError(
-                f"{where}: {name} is {found}, expected <= {most}, the capacity of this "
-                "GraphHandler: capture a layer of a larger capacity, or run this micro-batch "
-                "without the graph"
-            )
-
-
-def _sum_into(bounds: Tensor, rows: Sequence[int]) -> None:
-    """Write summed rows; spans beyond them are empty, at the end."""
-    summed = torch.tensor([0, *rows], dtype=torch.int64, device="cpu").cumsum(0)
-    bounds[: len(summed)] = summed
-    bounds[len(summed) :] = summed[-1]
-
-
-def _arrange(
-    keys: Tensor, places: Tensor, capacity: Capacity, layouts: list[Layout], own: Layout, first: int
-) -> None:
-    """Write which gathered rows the spans see, and where each gathered row lies among these."""
-    places.fill_(capacity.keys - 1)
-    starts, total = {}, 0
-    for sequence, length in zip(own.sequences, own.lengths, strict=True):
-        starts[sequence] = total
-        total += length
-    gathered = torch.empty(total, dtype=torch.int64, device="cpu")
-    for rank in range(own.first_rank, own.first_rank + own.degree):
-        row = (rank - first) * capacity.rows
-        for sequence, start, rows in layouts[rank - first].spans:
-            begin = starts[sequence] + start
-            gathered[begin : begin + rows] = torch.arange(row, row + rows, device="cpu")
-            row += rows
-    at, seen = 0, set()
-    for sequence, start, rows in own.spans:
-        begin, count = starts[sequence], start + rows
-        chosen = gathered[begin : begin + count]
-        keys[at : at + count] = chosen
-        places[int(sequence in seen), chosen] = torch.arange(at, at + count, device="cpu")
-        seen.add(sequence)
-        at += count
+    words = tensor_of(plan.core.fixed(micro_batch, rank, *capacity), torch.int64)
+    return words[-sum(capacity.sizes) :]  # the tables lie end to end
 
 
 class FixedLaunch(Launch):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from hcp._validate import expect_size
 from hcp.exchange.layout import Layout
-from hcp.exchange.payloads import Got, RowPath, Sent
 from hcp.exchange.tables import Route
 
 
@@ -18,7 +17,6 @@ class Routes:
         self._sources = sources
         self._of = layout.plan, layout.micro_batch, layout.rank
         self._made: dict[tuple[str, int], Route] = {}
-        self._path: RowPath | None = None
 
     def dispatch(self, *, reverse: bool = False) -> Route:
         """Rows from where they were loaded to where they are computed, or (``reverse``) back."""
@@ -29,30 +27,11 @@ class Routes:
             lambda: Route.dispatch(plan, sources, rank, micro_batch, 1, reverse=reverse),
         )
 
-    def by_sequence(self) -> RowPath:
+    def by_sequence(self) -> Route:
         """A row of each sequence, from the first rank of its group to where it was loaded."""
-        if self._path is None:
-            self._path = self._by_sequence(self._known_sources())
-        return self._path
-
-    def _by_sequence(self, sources: Sequence[int]) -> RowPath:
-        plan, micro_batch, rank = self._of
-        first = {
-            sequence: (group.first_rank, place)
-            for group in plan.micro_batches[micro_batch]
-            for place, sequence in enumerate(group.sequences)
-        }
-        sends = [
-            Sent(sources[sequence], place, 1)
-            for sequence, (holder, place) in sorted(first.items())
-            if holder == rank
-        ]
-        receives = [
-            Got(holder, 1)
-            for sequence, (holder, _) in sorted(first.items())
-            if sources[sequence] == rank
-        ]
-        return RowPath(sends, receives)
+        sources = self._known_sources()
+        plan, *place = self._of
+        return self._kept(("by_sequence", 0), lambda: Route.by_sequence(plan, sources, *place))
 
     def _known_sources(self) -> Sequence[int]:
         if self._sources is None:

@@ -23,7 +23,6 @@ from hcp.exchange.move import (
     sum_by_sequence,
     sum_over,
 )
-from hcp.exchange.payloads import RowPath
 from hcp.exchange.routes import Routes
 from hcp.exchange.states import Maps, Parts, Rule, StatePasses, linear, pass_states
 from hcp.exchange.tables import Route
@@ -217,18 +216,15 @@ class RowCalls:
         rule = linear(torch.mul if transition is None else torch.matmul, zeros)
         return Maps((states.to(wide), factor.to(wide)), rule)
 
-    def to_tokens(
-        self, x: Tensor, payload: str, path_of: Callable[[], tuple[RowPath, int]]
-    ) -> Tensor:
-        """(n, ...) to (m, ...): results of a payload's rows. ``path_of``: gives their path and
-        n."""
+    def to_tokens(self, x: Tensor, payload: str, route_of: Callable[[], Route]) -> Tensor:
+        """(n, ...) to (m, ...): results of a payload's rows. ``route_of``: gives their route."""
 
         def copied(number: int) -> Tensor:
-            path, rows = path_of()
-            check_rows(x, rows, self._transport.device)
+            route = route_of()
+            check_rows(x, route.source_rows, self._transport.device)
             refuse_transforms("to_tokens", x)
             stamp = self._calls.stamp("to_tokens", number, x, x.dtype, payload=payload)
-            return copy_rows_of(self._transport, path, x, self._calls.agree(self._pairs, stamp))
+            return copy_rows_of(self._transport, route, x, self._calls.agree(self._pairs, stamp))
 
         return self._calls.make("to_tokens", copied)
 

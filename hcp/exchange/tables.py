@@ -93,6 +93,12 @@ class Route(PathTable):
     SECTIONS = _core.ROUTE_SECTIONS
     PLACES = places(SECTIONS)
 
+    @property
+    def parts(self) -> list[int]:
+        """The output's rows of each micro-batch, where the route serves several."""
+        rows: list[int] = self.section("PARTS").flatten().tolist()
+        return rows
+
     @classmethod
     def dispatch(
         cls, plan: Plan, sources: Sequence[int], rank: int, first: int, count: int, *, reverse: bool
@@ -100,6 +106,11 @@ class Route(PathTable):
         """Rows of ``count`` micro-batches from where they were loaded to where they are computed,
         or (``reverse``) back."""
         return cls(plan.core.route_dispatch(sources, rank, first, count, reverse))
+
+    @classmethod
+    def by_sequence(cls, plan: Plan, sources: Sequence[int], micro_batch: int, rank: int) -> Route:
+        """A row of each sequence, from the first rank of its group to where it was loaded."""
+        return cls(plan.core.route_by_sequence(sources, micro_batch, rank))
 
     @classmethod
     def roll(cls, plan: Plan, micro_batch: int, rank: int, shift: int) -> Route:

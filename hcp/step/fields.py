@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hcp import _core
 from hcp._validate import expect_choice
 from hcp._words import PayloadSplit
-from hcp.exchange.payloads import SPLITS, Takers
+from hcp.exchange.payloads import SPLITS
 from hcp.exchange.transport import rows_of
 
 Sample = Mapping[str, Tensor]
@@ -318,13 +319,12 @@ def _as_runs(tokens: Tensor, counts: Tensor) -> Tensor:
 
 def check_units(runs: Tensor, units: Sequence[int] | int, place: str) -> None:
     """Raise ValueError where a token takes rows of two units."""
-    takers, end = Takers(runs.tolist()), 0
-    for rows in () if isinstance(units, int) else units:
-        end += rows
-        try:
-            takers.before_row(end)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+    if isinstance(units, int):
+        return
+    try:
+        _core.check_units(units, runs.flatten().tolist())
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _field_or_result(sample: Sample, given: str | Callable[[Sample], Tensor], place: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,12 +13,11 @@ from torch import Tensor
 from hcp import _core, ops
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.layout import Layout, rows_may_vary
-from hcp.exchange.move import Path
-from hcp.exchange.payloads import Piece, RowPath, Split, Takers
+from hcp.exchange.payloads import RankRows, Split, Takers
 from hcp.exchange.row_calls import RowCalls
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
-from hcp.planning.plan import Group, Plan
+from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
 from hcp.step.fields import (
     PER_SEQUENCE,
@@ -45,7 +43,6 @@ class LocalPayload:
 
     def __init__(self, name: str, split: Split, layout: Layout, calls: RowCalls) -> None:
         self._name, self._split, self._layout, self._calls = name, split, layout, calls
-        self._group = Group(layout.first_rank, layout.degree, layout.sequences)
 
     @property
     def split(self) -> str:
@@ -53,18 +50,13 @@ class LocalPayload:
         return self._split.rule
 
     @cached_property
-    def _pieces(self) -> list[Piece]:
-        if not self._layout.degree:
-            return []
-        return self._split.pieces(self._layout.micro_batch, self._group, self._layout.rank)
+    def _held(self) -> RankRows:
+        return self._split.of_rank(self._layout)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 (sequences + 1,), on the CPU: this rank's rows of each sequence, summed."""
-        rows = dict.fromkeys(self._layout.sequences, 0)
-        for sequence, _, count in self._pieces:
-            rows[sequence] += count
-        return _summed(list(rows.values()))
+        return self._held.cu_seqlens
 
     @cached_property
     def cu_units(self) -> Tensor:
@@ -75,18 +67,14 @@ class LocalPayload:
                 f'payload {self._name!r} is split by "tokens", which cuts units, expected "whole", '
                 '"first" or "even"'
             )
-        rows = []
-        for sequence, first, count in self._pieces:
-            rows += self._split.units_within(sequence, first, count)
-        return _summed(rows)
+        return self._held.cu_units
 
     @cached_property
     def token_rows(self) -> Tensor:
         """int64 (m,): which of this rank's rows are tokens that take rows of the payload, in
         order."""
         self._check_takers()
-        rows = self._split.token_rows(self._layout)
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._calls.device)
+        return self._held.token_rows.to(self._calls.device)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Move results of this rank's rows to the ranks whose tokens take them, with gradients.
@@ -96,25 +84,21 @@ class LocalPayload:
         ``embeddings.index_copy(0, token_rows, ...)`` puts them in place. Every rank of the group
         calls it.
         """
-        return self._calls.to_tokens(x, self._name, self._path_to_tokens)
+        return self._calls.to_tokens(x, self._name, self._route_to_tokens)
 
     @cached_property
-    def _path(self) -> tuple[RowPath, int]:
-        return self._split.to_tokens(self._layout), self._split.takers_held(self._layout)
+    def _route(self) -> Route:
+        return self._split.to_tokens(self._layout)
 
-    def _path_to_tokens(self) -> tuple[RowPath, int]:
+    def _route_to_tokens(self) -> Route:
         self._check_takers()
-        return self._path
+        return self._route
 
     def _check_takers(self) -> None:
         if not self._split.has_takers:
             raise ValueError(
                 f"fields[{self._name!r}] has no tokens=, expected the tokens that take its rows"
             )
-
-
-def _summed(rows: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device="cpu")
 
 
 # ---- what this rank announces --------------------------------------------------------------------
@@ -229,22 +213,15 @@ class Carrier:
         each = [iter(values) for values in by_rank]
         return [next(each[source]) for source in self._sources.ranks]
 
-    def _takers(self, name: str, counts: Sequence[int], own: Sequence[Tensor]) -> dict[int, Takers]:
+    def _takers(self, name: str, counts: Sequence[int], own: Sequence[Tensor]) -> Takers:
         """Bring the tables of tokens to the ranks of their sequences."""
-        split = Split(self._plan, "whole", counts)
-        table = torch.cat([*own, torch.empty(0, 3, dtype=torch.int64)])
-        path = split.from_sources(self._sources.ranks, self._transport.rank)
+        sources, rank = self._sources.ranks, self._transport.rank
+        route = Split(self._plan, "whole", counts).from_sources(sources, rank)
+        loaded = torch.cat([*own, torch.empty(0, 3, dtype=torch.int64)])
         what = f"tokens of {name}"
-        (got,) = self._exchange(path, [table.to(self._transport.device)], what)
-        takers = {
-            i: Takers(runs.tolist())
-            for i, runs in zip(self._sources.loaded_by(self._transport.rank), own, strict=True)
-        }
-        at, rows = 0, got.tolist()
-        for sequence, _, count in split.pieces_of_rank(self._transport.rank):
-            takers[sequence] = Takers(rows[at : at + count])
-            at += count
-        return takers
+        (computed,) = self._exchange(route, [loaded.to(self._transport.device)], what)
+        words = (runs.flatten().tolist() for runs in (loaded, computed))
+        return Takers(sources, rank, counts, *words)
 
     def rows(self, fields: Sequence[Field]) -> Fields:
         """Return the fields with one row per token."""
@@ -254,8 +231,7 @@ class Carrier:
         plan, rank = self._plan, self._transport.rank
         count = plan.micro_batch_count
         route = Route.dispatch(plan, self._sources.ranks, rank, 0, count, reverse=False)
-        sizes = [Layout(plan, i, rank).rows for i in range(count)]
-        return self._carry(per_token, route, sizes, None)
+        return self._carry(per_token, route, None)
 
     def others(self, fields: Sequence[Field], splits: Splits) -> Fields:
         """Return the fields of sequences, and the payloads."""
@@ -270,16 +246,14 @@ class Carrier:
         return values
 
     def _split(self, fields: Sequence[Field], split: Split, what: str) -> Fields:
-        path = split.from_sources(self._sources.ranks, self._transport.rank)
-        sizes = split.rows_of_micro_batches(self._transport.rank)
-        return self._carry(fields, path, sizes, what)
+        route = split.from_sources(self._sources.ranks, self._transport.rank)
+        return self._carry(fields, route, what)
 
-    def _carry(
-        self, fields: Sequence[Field], path: Path, sizes: list[int], what: str | None
-    ) -> Fields:
-        """Move fields in one exchange. ``sizes``: the rows of each micro-batch here."""
+    def _carry(self, fields: Sequence[Field], route: Route, what: str | None) -> Fields:
+        """Move fields in one exchange."""
         columns = [field.to_rows(self._samples, self._transport.device) for field in fields]
-        moved = self._exchange(path, columns, what)
+        moved = self._exchange(route, columns, what)
+        sizes = route.parts
         return {
             # Copies, since a compiled model would tell views apart by where they start.
             field.name: [
@@ -288,11 +262,11 @@ class Carrier:
             for field, rows in zip(fields, moved, strict=True)
         }
 
-    def _exchange(self, path: Path, columns: Sequence[Tensor], what: str | None) -> list[Tensor]:
-        wire = ops.pack(columns, path.pack, path.sent_rows)
-        received = wire.new_empty(path.received_rows, wire.shape[1])
+    def _exchange(self, route: Route, columns: Sequence[Tensor], what: str | None) -> list[Tensor]:
+        wire = ops.pack(columns, route.pack, route.sent_rows)
+        received = wire.new_empty(route.received_rows, wire.shape[1])
         checksum = f"{self._plan.checksum:016x}"
         stamp = Stamp(Kind("hcp.dispatch", plan=checksum, step=self._step, what=what))
-        self._transport.start(wire, path.sends, received, path.receives, stamp=stamp).wait()
+        self._transport.start(wire, route.sends, received, route.receives, stamp=stamp).wait()
         widths = [column.shape[1] for column in columns]
-        return ops.unpack(received, path.arrange, widths, path.output_rows)
+        return ops.unpack(received, route.arrange, widths, route.output_rows)

@@ -427,12 +427,12 @@ hcp_status hcp_layout_ranks(const hcp_plan *plan, int32_t micro_batch, int32_t r
 
 /* ---- Tables ------------------------------------------------------------- */
 
-/* A route, states, cross-attention or a schedule: sections of records of integers in one array, so
- * that it travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
+/* A route, states, a schedule and others: sections of records of integers in one array, so that
+ * it travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
  *
  * words[0] and words[1] are the caller's own (zero at first). words[2 + 2 * s] and
  * words[3 + 2 * s] are the first word and the number of records of section s, one of
- * those that a list such as HCP_ROUTE_SECTIONS names. The caller owns the table. */
+ * those that HCP_ROUTE_SECTIONS or another list of sections names. The caller owns the table. */
 typedef struct hcp_table {
   int64_t *words;
   int64_t word_count;
@@ -449,6 +449,8 @@ void hcp_table_destroy(hcp_table *table);
  *   SENDS     (peer, row, rows): of the packed rows, at most one per peer
  *   RECEIVES  (peer, row, rows): into the received rows, at most one per peer
  *   ARRANGE   (row, rows): received rows in output order; row -1 is rows of zeros
+ *   PARTS     (rows): what each micro-batch has of the output, in order; of dispatch, not in
+ *             reverse, and of payloads
  *
  * A rank sends to itself by the same records; peers are domain ranks. */
 #define HCP_ROUTE_SECTIONS(X) \
@@ -456,7 +458,8 @@ void hcp_table_destroy(hcp_table *table);
   X(PACK, 2)                  \
   X(SENDS, 3)                 \
   X(RECEIVES, 3)              \
-  X(ARRANGE, 2)
+  X(ARRANGE, 2)               \
+  X(PARTS, 1)
 
 enum {
 #define HCP_ROUTE_ENUM(name, width) HCP_ROUTE_##name,
@@ -488,6 +491,108 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  * rank could have 2^31 rows or more. */
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
+
+/* Route a row of each sequence of a micro-batch from the first rank of its group, which has one
+ * of each of the group's sequences, to the rank that loaded it. The output is those of the
+ * sequences that rank loaded, by ascending index. */
+hcp_status hcp_route_by_sequence(const hcp_plan *plan, const int32_t *sources, int32_t micro_batch,
+                                 int32_t rank, hcp_table **route, hcp_error *err);
+
+/* ---- Payloads ----------------------------------------------------------- */
+
+/* A payload is rows of which each sequence has a number of its own: those of its units (images,
+ * audio clips), end to end. Tokens of the sequence may take rows, in order. The ranks of each
+ * group split the rows of its sequences by one of these rules:
+ *
+ *   WHOLE   each rank has all rows
+ *   FIRST   the first rank has all rows
+ *   EVEN    a rank has the units whose middle lies in its share of the group's rows
+ *   TOKENS  a rank has the rows that its own tokens take, span after span (see hcp_layout)
+ */
+#define HCP_SPLITS(X) \
+  X(WHOLE, "whole")   \
+  X(FIRST, "first")   \
+  X(EVEN, "even")     \
+  X(TOKENS, "tokens")
+
+typedef enum hcp_split {
+#define HCP_SPLIT_ENUM(name, text) HCP_SPLIT_##name,
+  HCP_SPLITS(HCP_SPLIT_ENUM)
+#undef HCP_SPLIT_ENUM
+      HCP_SPLIT_COUNT
+} hcp_split;
+
+/* Never NULL for a valid one; NULL otherwise. */
+const char *hcp_split_name(hcp_split split);
+
+/* Tokens that follow each other and take rows. Runs of a sequence ascend. */
+typedef struct hcp_taker_run {
+  int64_t token, tokens;
+  int64_t rows; /* of each token. -k: k tokens after each other take one row, in every run */
+} hcp_taker_run;
+
+/* The tokens that take rows, of the sequences that a rank loaded or computes. */
+typedef struct hcp_takers {
+  const int32_t *sources; /* n: the rank that loaded each sequence                       */
+  int32_t rank;
+  const int64_t *counts; /* n: runs of each sequence                                     */
+  int64_t loaded_count;
+  const hcp_taker_run *loaded; /* of what rank loaded, by ascending index, end to end     */
+  int64_t computed_count;
+  const hcp_taker_run *computed; /* of what its groups compute, in the order of the plan  */
+} hcp_takers;
+
+/* The rows of all sequences of a plan, and a rule. */
+typedef struct hcp_payload hcp_payload;
+
+/* units: n, the number of units of each sequence. unit_rows: of each unit, sequence after
+ * sequence; NULL: one each. takers: NULL where no tokens take rows, which TOKENS needs.
+ * HCP_INVALID where the takers of a sequence do not take all of its rows. All is copied. */
+hcp_status hcp_payload_create(const hcp_plan *plan, hcp_split split, const int64_t *units,
+                              const int64_t *unit_rows, const hcp_takers *takers,
+                              hcp_payload **payload, hcp_error *err);
+void hcp_payload_destroy(hcp_payload *payload);
+
+/* HCP_INVALID where a token of a sequence takes rows of two units. */
+hcp_status hcp_units_check(const int64_t *unit_rows, int32_t units, const hcp_taker_run *runs,
+                           int32_t run_count, hcp_error *err);
+
+/* Below, *plan is the one that the payload was made with. of_units: not the payload's rows, but
+ * one row per unit, which goes where the unit's rows go; not under TOKENS.
+ *
+ * Route the rows from the ranks that loaded the sequences. The source holds the rows of those
+ * that rank loaded, by ascending index; the output, what it has in each micro-batch. A row may
+ * go to several ranks. */
+hcp_status hcp_payload_route(const hcp_plan *plan, const hcp_payload *payload, int32_t of_units,
+                             const int32_t *sources, int32_t rank, hcp_table **route,
+                             hcp_error *err);
+
+/* Route results, one of each token whose rows a rank has, to the ranks that have the tokens.
+ * HCP_INVALID without takers, and where a rank's rows end inside those of a token. */
+hcp_status hcp_payload_route_to_tokens(const hcp_plan *plan, const hcp_payload *payload,
+                                       int32_t micro_batch, int32_t rank, hcp_table **route,
+                                       hcp_error *err);
+
+/* What a rank has in a micro-batch. X(name, words per record):
+ *
+ *   SEQUENCES  (row): where its rows of each of the group's sequences begin, and the last ends
+ *   UNITS      (row): where each unit that it has begins, and the last ends. None under TOKENS
+ *   TAKING     (row): those of its layout's rows that are tokens that take rows
+ */
+#define HCP_PAYLOAD_SECTIONS(X) \
+  X(SEQUENCES, 1)               \
+  X(UNITS, 1)                   \
+  X(TAKING, 1)
+
+enum {
+#define HCP_PAYLOAD_ENUM(name, width) HCP_PAYLOAD_##name,
+  HCP_PAYLOAD_SECTIONS(HCP_PAYLOAD_ENUM)
+#undef HCP_PAYLOAD_ENUM
+      HCP_PAYLOAD_SECTION_COUNT
+};
+
+hcp_status hcp_payload_measure(const hcp_plan *plan, const hcp_payload *payload, int32_t of_units,
+                               int32_t micro_batch, int32_t rank, hcp_table **rows, hcp_error *err);
 
 /* ---- 6. States ---------------------------------------------------------- */
 
@@ -742,6 +847,54 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
                                int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
                                hcp_error *err);
+
+/* ---- Fixed capacity ----------------------------------------------------- */
+
+/* What the tables of a layer in a CUDA graph have room for, whatever the plan. Ranks 0 to
+ * ranks - 1 of the domain are a block, and so on: a sequence is computed within one. */
+typedef struct hcp_capacity {
+  int64_t rows;       /* of a rank, C */
+  int64_t sequences;  /* that a rank has rows of */
+  int64_t max_seqlen; /* tokens of the longest */
+  int32_t ranks;      /* of a block, d */
+} hcp_capacity;
+
+/* Each rank of a block gathers the keys of all of them, C rows each. Spans are those of the layout,
+ * at most 2 * sequences, and sequences where d is 1. All records are one word:
+ *
+ *   POSITIONS     C: each row's place in its sequence, 0 where no token is
+ *   EMPTY         C: 1 where no token is
+ *   QUERY_BOUNDS  spans + 1: rows of each span, summed; spans beyond those of the plan are empty
+ *   KEY_BOUNDS    spans + 1: keys that each span sees under a causal mask, summed
+ *   KEYS          K = d C + C / 2 + 1: the gathered row of each key, span after span. The last
+ *                 belongs to no key. None where d is 1
+ *   PLACES        2 d C: where each gathered row lies among the keys, for the first and for the
+ *                 second span of its sequence; K - 1: nowhere. None where d is 1
+ *
+ * They lie end to end, in this order. */
+#define HCP_FIXED_SECTIONS(X) \
+  X(POSITIONS, 1)             \
+  X(EMPTY, 1)                 \
+  X(QUERY_BOUNDS, 1)          \
+  X(KEY_BOUNDS, 1)            \
+  X(KEYS, 1)                  \
+  X(PLACES, 1)
+
+enum {
+#define HCP_FIXED_ENUM(name, width) HCP_FIXED_##name,
+  HCP_FIXED_SECTIONS(HCP_FIXED_ENUM)
+#undef HCP_FIXED_ENUM
+      HCP_FIXED_SECTION_COUNT
+};
+
+/* The records of each section. HCP_INVALID for a number below 1, or rows of 2^40 and more. */
+hcp_status hcp_fixed_sizes(const hcp_capacity *capacity, int64_t sizes[HCP_FIXED_SECTION_COUNT],
+                           hcp_error *err);
+
+/* HCP_INVALID, alike on all ranks of a block, where one of them has no room, where a group reaches
+ * over the block, and for a plan with masks. */
+hcp_status hcp_fixed_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                            const hcp_capacity *capacity, hcp_table **fixed, hcp_error *err);
 
 /* ---- 8. Grid ------------------------------------------------------------ */
 
