@@ -32,7 +32,7 @@ from common.small import instances, median_and_worst
 
 import hcp
 from hcp._words import Sync
-from hcp.planning.report import rows_held
+from hcp.planning.limits import rows_held
 
 RESOLUTION = 200_000
 

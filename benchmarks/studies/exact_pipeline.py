@@ -25,7 +25,7 @@ from common.small import instances, median_and_worst
 
 import hcp
 from hcp import _core
-from hcp.planning.report import rows_held
+from hcp.planning.limits import rows_held
 
 Times = tuple[int, ...]
 

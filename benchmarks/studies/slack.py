@@ -56,7 +56,7 @@ from common import families
 from common.machine import planner_line
 
 import hcp
-from hcp.planning.report import rows_held
+from hcp.planning.limits import rows_held
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -8,34 +8,23 @@ static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t pairs_of(int64_t rows, int64_t window) {
-  if (window == 0 || window >= rows) return rows * (rows + 1) / 2;
-  return window * (window + 1) / 2 + (rows - window) * window;
-}
-
-/* Tokens with every one of 2 * degree chunks rounded up to whole tiles. */
-static int64_t tiled(const hcp_cost *cost, int64_t length, int64_t degree) {
+int64_t hcp__tiled(const hcp_cost *cost, int64_t length, int64_t degree) {
   if (cost->tile <= 1) return length;
   int64_t chunk = 2 * degree * cost->tile;
   return ceil_div(length, chunk) * chunk;
 }
 
-/* Prices of what moves between the ranks of a group. */
-typedef struct links {
-  int64_t exchange, all_to_all;
-} links;
-
-static links far_links(const hcp_cost *cost) {
-  return (links){larger(cost->exchange, cost->exchange_far),
-                 larger(cost->all_to_all, cost->all_to_all_far)};
+static hcp__links far_links(const hcp_cost *cost) {
+  return (hcp__links){larger(cost->exchange, cost->exchange_far),
+                      larger(cost->all_to_all, cost->all_to_all_far)};
 }
 
-static links links_of(const hcp_cost *cost, int64_t degree, int32_t ranks_per_node) {
+hcp__links hcp__links_of(const hcp_cost *cost, int64_t degree, int32_t ranks_per_node) {
   if (ranks_per_node > 0 && degree > ranks_per_node) return far_links(cost);
-  return (links){cost->exchange, cost->all_to_all};
+  return (hcp__links){cost->exchange, cost->all_to_all};
 }
 
-static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, links price,
+static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, hcp__links price,
                          int64_t attention) {
   if (degree == 1) return 0;
   int64_t moved = price.exchange * (length - length / degree);
@@ -46,18 +35,20 @@ static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, l
   return moved + ceil_div(price.all_to_all * length, degree) + (degree - 1) * cost->step;
 }
 
-/* A sequence's own pairs, or those of so many rows under the window. */
+/* A sequence's own pairs, or those of so many rows under the window, which counts a query's own
+ * key. */
 static int64_t attention_of(const hcp_cost *cost, hcp__size size, int64_t rows) {
-  return cost->pair * (size.pairs >= 0 ? size.pairs : pairs_of(rows, cost->window));
+  return cost->pair *
+         (size.pairs >= 0 ? size.pairs : (int64_t)hcp__pairs(rows, cost->window - 1, 0));
 }
 
 /* What has no price at all, as a sequence without pairs may, takes 1: a time of 0 stands for none,
  * and searches could not tell groups of such sequences from empty ones. */
 static int64_t priced(const hcp_cost *cost, hcp__size size, int32_t degree,
                       int32_t ranks_per_node) {
-  int64_t rows = tiled(cost, size.length, degree);
+  int64_t rows = hcp__tiled(cost, size.length, degree);
   int64_t attention = attention_of(cost, size, rows);
-  links price = links_of(cost, degree, ranks_per_node);
+  hcp__links price = hcp__links_of(cost, degree, ranks_per_node);
   return larger(1, ceil_div(attention + cost->token * rows, degree) +
                        step_time(cost, size.length, degree, price, attention));
 }
@@ -66,10 +57,10 @@ static int64_t priced(const hcp_cost *cost, hcp__size size, int32_t degree,
  * of degrees never less than its least one needs (hidden by all attention). */
 int64_t hcp__time_floor(const hcp_cost *cost, hcp__size size, int32_t least, int32_t most,
                         int32_t ranks_per_node) {
-  int64_t length = size.length, rows = tiled(cost, length, 1);
+  int64_t length = size.length, rows = hcp__tiled(cost, length, 1);
   int64_t attention = attention_of(cost, size, rows), moved = 0;
   if (cost->overlap == 0 && least > 1)
-    moved = links_of(cost, least, ranks_per_node).exchange * (length - length / least);
+    moved = hcp__links_of(cost, least, ranks_per_node).exchange * (length - length / least);
   if (least > 1) moved += (least - 1) * cost->step;
   return larger(1, ceil_div(attention + cost->token * rows, most) + moved);
 }
@@ -79,11 +70,11 @@ int64_t hcp__time_floor(const hcp_cost *cost, hcp__size size, int32_t least, int
  * when it is summed over the ranks. */
 int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
                         int32_t ranks_per_node) {
-  int64_t length = size.length, rows = tiled(cost, length, 1);
+  int64_t length = size.length, rows = hcp__tiled(cost, length, 1);
   int64_t attention = attention_of(cost, size, rows);
   int64_t area = attention + cost->token * rows;
   if (least == 1) return larger(1, area);
-  links price = links_of(cost, least, ranks_per_node);
+  hcp__links price = hcp__links_of(cost, least, ranks_per_node);
   int64_t moved = price.exchange * (length - length / least) * least;
   if (cost->overlap != 0)
     moved = larger(0, moved - (attention - attention / least) - 2 * (int64_t)HCP__RANKS_MAX);
@@ -94,7 +85,7 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
 /* Whether everything above fits for degrees up to most. */
 static int fits(const hcp_cost *cost, hcp__size size, int64_t most) {
   int64_t length = size.length, rows, pairs, own, attention, tokens, exchange, heads, steps;
-  links price = far_links(cost);
+  hcp__links price = far_links(cost);
   if (cost->tile > HCP__LENGTH_MAX) return 0;
   if (__builtin_mul_overflow(2 * most, cost->tile, &rows) ||
       __builtin_add_overflow(rows, length, &rows) ||

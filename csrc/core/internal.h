@@ -42,6 +42,26 @@ static inline hcp__size hcp__size_of(const hcp_cost *cost, const int64_t *length
   return (hcp__size){lengths[sequence], cost->pairs == NULL ? -1 : cost->pairs[sequence]};
 }
 
+/* Pairs of a query and a key of length tokens: of each query its own, and so many keys on each side
+ * of it at most; negative: all. */
+static inline hcp__wide hcp__side(hcp__wide length, int64_t limit) {
+  if (limit < 0 || limit >= length - 1) return (length - 1) * length / 2;
+  return (hcp__wide)limit * (limit + 1) / 2 + (length - 1 - limit) * limit;
+}
+static inline hcp__wide hcp__pairs(int64_t length, int64_t left, int64_t right) {
+  return length + hcp__side(length, left) + hcp__side(length, right);
+}
+
+/* Tokens when each of the 2 * degree chunks of a sequence is rounded up to whole tiles. */
+int64_t hcp__tiled(const hcp_cost *cost, int64_t length, int64_t degree);
+
+/* Prices of what moves between the ranks of a group, in a node or between nodes. */
+typedef struct hcp__links {
+  int64_t exchange, all_to_all;
+} hcp__links;
+
+hcp__links hcp__links_of(const hcp_cost *cost, int64_t degree, int32_t ranks_per_node);
+
 hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err);
 
 /* Whether times of the sequence at degrees up to most, times these, fit. */
@@ -94,8 +114,8 @@ int32_t hcp__zigzag_pieces(const hcp__zigzag *of, int32_t first, int32_t count,
 int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]);
 
-/* Rows of rank j that are tokens before end. They come first among the rank's rows of
- * the sequence. */
+/* Rows of rank j that are tokens before end, which is all of hcp_rows_held or less. They come first
+ * among the rank's rows of the sequence. */
 int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end);
 
 /* The pieces that place j of the group holds of its sequence `index`, in token order; *pieces
@@ -112,6 +132,7 @@ const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_
 /* Rows of rank j of a group, and those that alignment adds after them. */
 int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j);
 int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j);
+int64_t hcp__group_tokens(const hcp_plan *plan, const hcp_group *group);
 
 /* Ranks of a node, for a group of several whole nodes whose ranks all have rows; else 0. */
 int32_t hcp__whole_nodes(const hcp_plan *plan, const hcp_group *group);

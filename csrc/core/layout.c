@@ -13,6 +13,18 @@ int64_t hcp_rows_max(int64_t length, int32_t degree) {
   return whole + (chunks % rest == 0 ? 1 : 2);
 }
 
+int64_t hcp_rows_up_to(int64_t length, int32_t degree) {
+  /* A rank holds two chunks. The least remainder that rounds up both of them on some rank is the
+   * least one above 2 that does not divide the number of chunks: see hcp_rows_max. */
+  int64_t chunks = 2 * (int64_t)degree, rest = length % chunks, both = 3;
+  while (chunks % both == 0) both++;
+  return 2 * (length / chunks) + (rest > 0) + (rest >= both);
+}
+
+int64_t hcp_rows_held(int64_t length, int32_t degree, int32_t j) {
+  return hcp__rows_before(length, degree, j, length);
+}
+
 int64_t hcp__zigzag_chunk(const hcp__zigzag *of, int64_t length, int64_t token) {
   int64_t k = token * of->chunks / length; /* or one after it, as starts are rounded down */
   while (hcp__zigzag_start(of, k + 1) <= token) k++;
@@ -90,9 +102,16 @@ int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) 
   int64_t rows = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
-    rows += hcp__rows_before(length, group->degree, j, length);
+    rows += hcp_rows_held(length, group->degree, j);
   }
   return rows;
+}
+
+int64_t hcp__group_tokens(const hcp_plan *plan, const hcp_group *group) {
+  int64_t tokens = 0;
+  for (int32_t s = 0; s < group->sequences; s++)
+    tokens += plan->lengths[plan->sequences[group->first_sequence + s]];
+  return tokens;
 }
 
 int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j) {

@@ -92,6 +92,7 @@ PyObject *hcp_py_new(PyObject *module, const char *name);
 int hcp_py_add_plan(PyObject *module);
 int hcp_py_add_layout(PyObject *module);
 int hcp_py_add_payload(PyObject *module);
+int hcp_py_add_prices(PyObject *module);
 int hcp_py_add_table(PyObject *module);
 int hcp_py_add_grid(PyObject *module);
 int hcp_py_add_slots(PyObject *module);

@@ -317,6 +317,7 @@ static int execute(PyObject *module) {
                                              hcp_py_add_plan,
                                              hcp_py_add_layout,
                                              hcp_py_add_payload,
+                                             hcp_py_add_prices,
                                              hcp_py_add_table,
                                              hcp_py_add_grid,
                                              hcp_py_add_slots,

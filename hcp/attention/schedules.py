@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hcp import _core
 from hcp.attention import comm_types as comm
 from hcp.attention.checks import check_options, scale_of, window_of
 from hcp.attention.kernels import Choice
@@ -16,7 +17,6 @@ from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.layout import Layout, ranks_with_rows
 from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport, read_in_place
-from hcp.planning.report import rows_held
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
 
@@ -182,14 +182,7 @@ class Schedules:
 
 def _head_chunks(layout: Layout) -> int:
     """As few as fit, by the plan's memory model: alike on all ranks of the group."""
-    memory, degree = layout.plan.memory, layout.degree
-    if memory.head_chunks == 1 or degree < 2:
-        return 1
-    rows, padding = max(
-        (sum(rows_held(length, degree, j) for length in layout.lengths) + padding, padding)
-        for j, padding in enumerate(layout.paddings)
-    )
-    return memory.chunks_for(rows, sum(layout.lengths) + padding, degree)
+    return _core.group_chunks(layout.plan.core, layout.micro_batch, layout.rank)
 
 
 def _head_count(rows: Tensor) -> int:

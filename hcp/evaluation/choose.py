@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hcp import _core
 from hcp._html import table
 from hcp._validate import expect_choice, expect_size, plain
 from hcp._words import Sync
@@ -190,8 +191,7 @@ def _predict(
     for r in range(dp):
         # Nodes may cut a CP group that would fit into one. A group that is cut pays the far prices,
         # as if each of its ranks were a node.
-        near = node == 0 or r * cp // node == ((r + 1) * cp - 1) // node
-        node_of_group = 0 if near else 1
+        node_of_group = 0 if _core.nodes_of(r * cp, cp, node) == 1 else 1
         batches = [
             [
                 tokens[i % len(tokens)]
@@ -234,7 +234,7 @@ def _predict_dispatch(
     longest, model = max(tokens, default=1), _model_of(memory)
     most = max(max_tokens_per_rank, rows_up_to(longest, cp))
     limit = max(model.limit, bytes_up_to(longest, cp, model))
-    if node and cp > node and cp % node:
+    if not _core.nodes_allow(cp, node):
         return Candidate(
             *(cp, 0, 0, 0, 0, 0, 0),
             refusal=f"its {cp} ranks are neither in one node of {node} nor whole nodes",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Self
 
@@ -128,7 +127,12 @@ def divisors(n: int) -> list[int]:
 def even_degrees(ranks: int, ranks_per_node: int | None) -> list[int]:
     """Return the divisors of the ranks that cut nodes evenly, or take whole ones, ascending."""
     node = ranks_per_node or ranks
-    return [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
+    return [d for d in allowed_degrees(divisors(ranks), node) if d > node or node % d == 0]
+
+
+def allowed_degrees(degrees: Iterable[int], ranks_per_node: int | None) -> list[int]:
+    """Return those of some degrees that nodes allow: up to a node's ranks, or whole nodes."""
+    return [d for d in degrees if _core.nodes_allow(d, ranks_per_node or 0)]
 
 
 def least_degree(
@@ -163,8 +167,9 @@ def rows_up_to(longest: int, degree: int) -> int:
     A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
     them, and 12 tokens 3 on each.
     """
-    whole, rest = divmod(longest, 2 * degree)
-    # A rank holds two of 2 * degree chunks. The least remainder that rounds up both of them on some
-    # rank is the least one above 2 that does not divide the number of chunks.
-    both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
-    return 2 * whole + min(rest, 1) + (rest >= both)
+    return _core.rows_up_to(longest, degree)
+
+
+def rows_held(length: int, degree: int, j: int) -> int:
+    """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
+    return _core.rows_held(length, degree, j)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hcp import _core
 from hcp._validate import expect_names, expect_size
 from hcp.planning import saved
 
@@ -57,11 +58,10 @@ class MemoryModel:
             chunks: of heads; None: ``head_chunks``.
 
         Returns:
-            The bytes.
+            The bytes; 2^63 - 1 where they are more.
         """
-        buffers = (rows * self.attention + tokens * self.gathered) * (degree > 1)
-        own = rows * (self.activation + self.logit)
-        return own - (-buffers // (self.head_chunks if chunks is None else chunks))
+        model = self if chunks is None else replace(self, head_chunks=chunks)
+        return _core.memory_bytes(model.numbers(), rows, tokens, degree)
 
     def chunks_for(self, rows: int, tokens: int, degree: int) -> int:
         """Choose the fewest chunks of heads that fit.
@@ -74,14 +74,11 @@ class MemoryModel:
         Returns:
             Their number; ``head_chunks`` if none fit.
         """
-        if self.limit == 0:
-            return 1
-        fitting = (
-            chunks
-            for chunks in range(1, self.head_chunks)
-            if self.bytes(rows, tokens, degree, chunks) <= self.limit
-        )
-        return next(fitting, self.head_chunks)
+        return _core.memory_chunks(self.numbers(), rows, tokens, degree)
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the core's integers, in its order."""
+        return tuple(getattr(self, name) for name in self.__slots__)
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
         """Write the integers as JSON, for :meth:`load`.

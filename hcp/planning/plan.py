@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -198,17 +197,7 @@ class Plan:
         Returns:
             The time of each, in order.
         """
-        node, slowness = self.core.ranks_per_node, self.core.slowness
-        pairs = self.pairs
-        times = [
-            self.cost.time(self.lengths[s], group.degree, node, pairs[s] if pairs else None)
-            for s in group.sequences
-        ]
-        ends = tuple(itertools.accumulate(times, initial=self.cost.launch))[1:]
-        if slowness is None:
-            return ends
-        slowest = max(slowness[group.first_rank : group.first_rank + group.degree])
-        return tuple(-(-end * slowest // _core.FULL_SPEED) for end in ends)
+        return tuple(_core.group_times(self.core, *group))
 
     def group_time(self, group: Group) -> int:
         """Give the time of each rank of a group, in one stage.

@@ -6,18 +6,16 @@ others come over links of their own, and attention over a rank's own rows hides 
 nothing, and may be in floats.
 """
 
-# d ranks of a group, n tokens of a sequence
-
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from hcp import _core
 from hcp.planning.cost import CostModel
 from hcp.planning.memory import MemoryModel
-from hcp.planning.plan import Group, Plan
-from hcp.planning.report import rows_held
+from hcp.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +85,11 @@ class Machine:
         times["shared"] = cost.all_to_all * cost.unit
         return cls(**times, overlap=cost.overlap, **more)
 
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The core's times, in its order."""
+        return tuple(getattr(self, name) for name in _core.MACHINE_TIMES)
+
     def prices(self) -> CostModel:
         """Return the machine as a cost model for :func:`hcp.plan`, which adds all times up."""
         seconds: dict[str, Any] = {
@@ -134,92 +137,7 @@ def replay(plan: Plan, machine: Machine) -> Replay:
     Raises ValueError for a micro-batch that needs more bytes on a rank than ``machine.memory``
     allows, before anything is replayed, and for a pipeline, which needs :attr:`Plan.makespan`.
     """
-    if plan.core.pipeline_stages > 1:
-        raise ValueError(
-            f"the plan has {plan.core.pipeline_stages} pipeline stages, expected 1: its makespan is"
-            " a simulation of the pipeline already"
-        )
-    _check_memory(plan, machine.memory)
-    ranks = range(plan.ranks)
-    free, queued = [0.0 for _ in ranks], [0.0 for _ in ranks]
-    busy, exposed, starved = ([0.0 for _ in ranks] for _ in range(3))
-    for groups in plan.micro_batches:
-        if plan.sync == "micro_batch":
-            free = [max(free)] * plan.ranks
-        for group in groups:
-            members = range(group.first_rank, group.first_rank + group.degree)
-            slowest = min(plan.speeds[r] for r in members)
-            computed, waited = _times(plan, machine, group)
-            computed /= slowest
-            begun = max(max(free[r], queued[r]) for r in members)
-            by_host = machine.host if group.degree == 1 else machine.host_shared
-            told = max(queued[r] for r in members) + by_host
-            end = max(begun + computed + waited, told)
-            for r in members:
-                starved[r] += end - (begun + computed + waited)
-                busy[r] += computed + waited
-                exposed[r] += waited
-                queued[r] += by_host
-                free[r] = end
-    return Replay(max(free, default=0.0), tuple(busy), tuple(exposed), tuple(starved))
-
-
-def _check_memory(plan: Plan, memory: MemoryModel) -> None:
-    if not memory.limit:
-        return
-    alignment = max(1, plan.core.alignment)
-    for m, groups in enumerate(plan.micro_batches):
-        for group in groups:
-            lengths = [plan.lengths[s] for s in group.sequences]
-            held = max(
-                sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)
-            )
-            padding = -held % alignment
-            needed = memory.bytes(held + padding, sum(lengths) + padding, group.degree)
-            if needed > memory.limit:
-                raise ValueError(
-                    f"micro-batch {m} needs {needed:,} bytes on a rank from rank "
-                    f"{group.first_rank} on, expected <= memory.limit ({memory.limit:,}): plan with"
-                    " this memory model, or with fewer max_tokens_per_rank"
-                )
-
-
-def _times(plan: Plan, machine: Machine, group: Group) -> tuple[float, float]:
-    """Return a group's seconds on each of its GPUs: of work, and of waiting for rows that arrive
-    after the attention over the rank's own rows has ended."""
-    d = group.degree
-    work, waited = machine.launch, 0.0
-    for s in group.sequences:
-        n = plan.lengths[s]
-        pairs = plan.pairs[s] if plan.pairs else n * (n + 1) / 2
-        attention = machine.pair * pairs / d
-        work += attention + machine.token * n / d
-        if d > 1:
-            work += machine.shared * n / d + machine.step * (d - 1)
-            waited += _exposed(machine, _arrival(machine, n, group), attention, d)
-    return work, waited
-
-
-def _exposed(machine: Machine, arrival: float, attention: float, d: int) -> float:
-    """Return the part of a sequence's exchange that attention does not hide."""
-    if machine.overlap:
-        return max(0.0, arrival - (attention - attention / d))
-    gradients = arrival / 3  # on their way back, after the last of the backward's attention
-    return max(0.0, arrival - gradients - attention / d) + gradients
-
-
-def _arrival(machine: Machine, tokens: int, group: Group) -> float:
-    """Seconds until the slowest rank of a group has all keys and values of a sequence. Links of the
-    node and of the network work at once."""
-    d, node = group.degree, machine.ranks_per_node
-    own = tokens / d
-    if not node or group.first_rank // node == (group.first_rank + d - 1) // node:
-        return machine.near * (tokens - own)
-    last = group.first_rank + d
-    inside = [
-        min(last, (k + 1) * node) - max(group.first_rank, k * node)
-        for k in range(group.first_rank // node, (last - 1) // node + 1)
-    ]
-    if machine.once:
-        return max(max(machine.near * (d - 1), machine.far * (d - k) / k) * own for k in inside)
-    return max(max(machine.near * (k - 1), machine.far * (d - k)) * own for k in inside)
+    once = machine.once
+    given = machine.seconds, machine.overlap, machine.ranks_per_node, once, machine.memory.numbers()
+    busy, exposed, starved, ends = _core.replay_plan(plan.core, *given)
+    return Replay(max(ends), tuple(busy), tuple(exposed), tuple(starved))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hcp import _core
 from hcp._html import table
-from hcp.planning.timeline import timeline
 
 if TYPE_CHECKING:
-    from hcp.planning.plan import Group, Plan
+    from hcp.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -71,35 +71,18 @@ def _shown(value: Any) -> object:
 
 def report(plan: Plan) -> Report:
     """Make the report that :meth:`Plan.report` returns."""
-    node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
-    rows, needed = [0] * plan.ranks, [0] * plan.ranks
-    busy = peak = padding = crossings = groups = 0
-    for batch in plan.micro_batches:
-        for group in batch:
-            groups += 1
-            busy += plan.group_time(group) * group.degree
-            tokens = sum(plan.lengths[s] for s in group.sequences)
-            crossings += tokens * (_nodes(group, node) - 1)
-            for j in range(group.degree):
-                rank = group.first_rank + j
-                held = sum(rows_held(plan.lengths[s], group.degree, j) for s in group.sequences)
-                padded = -(-held // alignment) * alignment
-                rows[rank] += held
-                taken = plan.memory.bytes(padded, tokens + padded - held, group.degree)
-                needed[rank] = max(needed[rank], taken)
-                padding += padded - held
-                peak = max(peak, padded)
-    span = max((box.end for box in timeline(plan)), default=0)  # if there were one stage
+    rows, needed, busy, ends, (peak, padding, crossings) = _core.measure_plan(plan.core)
+    span = max(ends)  # if there were one stage
     whole = plan.ranks * plan.makespan
     return Report(
         makespan=plan.makespan,
         bound=plan.bound,
         ratio=plan.makespan / plan.bound if plan.bound else 1.0,
-        idle_share=1 - busy / whole if whole else 0.0,
+        idle_share=1 - sum(busy) / whole if whole else 0.0,
         pipeline_stages=max(1, plan.core.pipeline_stages),
         bubble=1 - span / plan.makespan if plan.makespan else 0.0,
-        micro_batches=len(plan.micro_batches),
-        groups=groups,
+        micro_batches=plan.micro_batch_count,
+        groups=len(plan.core.groups),
         rank_tokens=tuple(rows),
         rank_bytes=tuple(needed),
         peak_tokens=peak,
@@ -108,20 +91,3 @@ def report(plan: Plan) -> Report:
         node_bytes=crossings * plan.memory.gathered,
         planning_seconds=plan.planning_seconds,
     )
-
-
-def rows_held(length: int, degree: int, j: int) -> int:
-    """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
-
-    def cut(k: int) -> int:
-        return k * length // (2 * degree)
-
-    mirrored = 2 * degree - 1 - j
-    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
-
-
-def _nodes(group: Group, ranks_per_node: int) -> int:
-    if ranks_per_node == 0:
-        return 1
-    last = group.first_rank + group.degree - 1
-    return last // ranks_per_node - group.first_rank // ranks_per_node + 1

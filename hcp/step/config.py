@@ -20,7 +20,14 @@ from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices,
 from hcp.attention.scan_types import SCAN_TYPES, check_scan_type
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
-from hcp.planning.limits import bytes_up_to, divisors, even_degrees, least_degree, rows_up_to
+from hcp.planning.limits import (
+    allowed_degrees,
+    bytes_up_to,
+    divisors,
+    even_degrees,
+    least_degree,
+    rows_up_to,
+)
 from hcp.planning.memory import MemoryModel, expect_limiting
 from hcp.planning.plan import Plan, plan
 
@@ -323,10 +330,9 @@ class Config:
         if longest is not None and self.sequence_packing_scheduler == "static_cp":
             self._check_levels(self.static_degree(longest, ranks, alignment))
         elif longest is not None:
-            node = self.ranks_per_node or ranks
-            allowed = range(self.min_dynamic_context_parallel_size, ranks + 1)
-            degrees = [d for d in allowed if d <= node or d % node == 0] or [ranks]
-            self._degree_of(longest, degrees, alignment)
+            degrees = range(self.min_dynamic_context_parallel_size, ranks + 1)
+            allowed = allowed_degrees(degrees, self.ranks_per_node) or [ranks]
+            self._degree_of(longest, allowed, alignment)
 
     def static_degree(self, longest: int, ranks: int, alignment: int = 0) -> int:
         """Choose the degree of "static_cp": a divisor of the ranks that cuts nodes evenly, or takes

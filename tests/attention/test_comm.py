@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import comm_prices
 from support.cases import Case, GlooGroups, attention_errors, dispatched, loopback_error
 from support.ranks import run_ranks
 
@@ -403,7 +404,7 @@ def test_auto_pairs_are_those_that_the_window_leaves() -> None:
         for window in ((-1, -1), (-1, 0), (0, 0), (2, 1), (9, 3)):
             left, right = (limit if limit >= 0 else length for limit in window)
             pairs = sum(-left <= k - q <= right for q in range(length) for k in range(length))
-            assert comm._pairs(length, window) == pairs
+            assert comm_prices.pairs_of(length, window) == pairs
 
 
 def auto_on_gloo(rank: int, size: int) -> tuple[float, set[tuple[str, str, int]]]:

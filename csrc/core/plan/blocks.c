@@ -147,13 +147,20 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 
 /* ---- time ---- */
 
-int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
-  int64_t time = p->cost->launch;
+int64_t hcp__time_of(const hcp_limits *limits, const hcp_cost *cost, const int64_t *lengths,
+                     const hcp_group *group, const int32_t *sequences, int64_t *ends) {
+  int32_t slowness = hcp__slowness(limits, group->first_rank, group->degree);
+  int64_t time = cost->launch;
   for (int32_t s = 0; s < group->sequences; s++) {
-    int32_t sequence = draft->sequences[group->first_sequence + s];
-    time += hcp__cost(p->cost, hcp__size_at(p, sequence), group->degree, p->limits->ranks_per_node);
-    if (time > INT64_MAX / 2) return INT64_MAX / 2;
+    hcp__size size = hcp__size_of(cost, lengths, sequences[s]);
+    time = hcp__least(INT64_MAX / 2,
+                      time + hcp__cost(cost, size, group->degree, limits->ranks_per_node));
+    if (ends != NULL) ends[s] = hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
   }
-  time = hcp__slowed(time, hcp__slowness(p->limits, group->first_rank, group->degree));
-  return time > INT64_MAX / 2 ? INT64_MAX / 2 : time;
+  return hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
+}
+
+int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
+  const int32_t *sequences = draft->sequences + group->first_sequence;
+  return hcp__time_of(p->limits, p->cost, p->lengths, group, sequences, NULL);
 }

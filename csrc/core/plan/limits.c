@@ -96,11 +96,13 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
   return HCP_OK;
 }
 
-/* Of rows of a rank, and of tokens that it gathers; INT64_MAX where that does not fit. */
-static int64_t bytes_of(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree) {
-  int64_t shared = degree > 1, local, gathered, own;
+/* ---- bytes ---- */
+
+int64_t hcp_memory_bytes(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree) {
+  int64_t shared = degree > 1, row, local, gathered, own;
   int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
-  if (__builtin_mul_overflow(rows, memory->activation + memory->logit, &local) ||
+  if (__builtin_add_overflow(memory->activation, memory->logit, &row) ||
+      __builtin_mul_overflow(rows, row, &local) ||
       __builtin_mul_overflow(shared * tokens, memory->gathered, &gathered) ||
       __builtin_mul_overflow(shared * rows, memory->attention, &own) ||
       __builtin_add_overflow(gathered, own, &gathered) ||
@@ -113,7 +115,21 @@ static int64_t bytes_of(const hcp_memory *memory, int64_t rows, int64_t tokens, 
  * are all on this rank. */
 static int64_t padding_bytes(const hcp_limits *limits, int32_t degree) {
   int64_t rows = limits->alignment > 1 ? limits->alignment - 1 : 0;
-  return bytes_of(&limits->memory, rows, rows, degree);
+  return hcp_memory_bytes(&limits->memory, rows, rows, degree);
+}
+
+int64_t hcp_memory_chunks(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree) {
+  hcp_memory tried = *memory;
+  int64_t low = 1, high = memory->head_chunks > 1 ? memory->head_chunks : 1;
+  if (memory->limit == 0) return 1;
+  while (low < high) { /* the fewest that fit, if any, are in between */
+    tried.head_chunks = low + (high - low) / 2;
+    if (hcp_memory_bytes(&tried, rows, tokens, degree) <= memory->limit)
+      high = tried.head_chunks;
+    else
+      low = tried.head_chunks + 1;
+  }
+  return low;
 }
 
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
@@ -172,6 +188,15 @@ hcp_status hcp__limits_check(const hcp_limits *limits, int32_t n, hcp_error *err
 
 /* ---- rows, degrees and places ---- */
 
+int32_t hcp_nodes_of(int32_t first_rank, int32_t degree, int32_t ranks_per_node) {
+  if (ranks_per_node == 0) return 1;
+  return (first_rank + degree - 1) / ranks_per_node - first_rank / ranks_per_node + 1;
+}
+
+int32_t hcp_nodes_allow(int32_t degree, int32_t ranks_per_node) {
+  return ranks_per_node == 0 || degree <= ranks_per_node || degree % ranks_per_node == 0;
+}
+
 int64_t hcp__capacity(const hcp_limits *limits) {
   int64_t rows = limits->max_tokens_per_rank;
   return limits->alignment > 1 ? rows - rows % limits->alignment : rows;
@@ -180,8 +205,7 @@ int64_t hcp__capacity(const hcp_limits *limits) {
 int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree) {
   if (degree < limits->min_degree || degree > limits->max_degree) return 0;
   if (limits->pow2 && (degree & (degree - 1)) != 0) return 0;
-  int32_t node = limits->ranks_per_node;
-  if (node > 0 && degree > node && degree % node != 0) return 0;
+  if (!hcp_nodes_allow(degree, limits->ranks_per_node)) return 0;
   if (cost->times == NULL) return 1;
   for (int32_t i = 0; i < cost->times->degree_count; i++)
     if (cost->times->degrees[i] == degree) return 1;
@@ -191,9 +215,8 @@ int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int3
 int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree) {
   int32_t node = limits->ranks_per_node;
   if (limits->pow2 && first_rank % degree != 0) return 0;
-  if (node == 0) return 1;
-  if (degree > node) return first_rank % node == 0;
-  return first_rank / node == (first_rank + degree - 1) / node;
+  if (node > 0 && degree > node) return first_rank % node == 0;
+  return hcp_nodes_of(first_rank, degree, node) == 1;
 }
 
 /* ---- bounds of single sequences ---- */
@@ -203,10 +226,8 @@ int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t
   return limits->max_degrees == NULL || degree <= limits->max_degrees[sequence];
 }
 
-/* ---- bytes ---- */
-
 int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
-  return bytes_of(memory, hcp_rows_max(length, degree), length, degree);
+  return hcp_memory_bytes(memory, hcp_rows_max(length, degree), length, degree);
 }
 
 int64_t hcp__bytes_limit(const hcp_limits *limits, int32_t degree) {

@@ -80,6 +80,10 @@ int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree);
  * any. */
 int64_t hcp__bytes_limit(const hcp_limits *limits, int32_t degree);
 
+/* Bytes of rank j of a plan's group, alignment included (report.c). */
+int64_t hcp__group_bytes(const hcp_plan *plan, const hcp_memory *memory, const hcp_group *group,
+                         int32_t j);
+
 /* The largest slowness of ranks [first_rank, first_rank + degree). */
 int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree);
 /* time on ranks of that slowness. */
@@ -265,7 +269,11 @@ hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int
 /* Makes a draft of blocks by the micro-batches that they name. */
 hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err);
 
-/* What each rank of a group computes in it, its launch included; at most INT64_MAX / 2. */
+/* What each rank of a group of these sequences computes in it, its launch included; at most
+ * INT64_MAX / 2. ends: NULL, or of each sequence the time at which it ends. */
+int64_t hcp__time_of(const hcp_limits *limits, const hcp_cost *cost, const int64_t *lengths,
+                     const hcp_group *group, const int32_t *sequences, int64_t *ends);
+/* The same of a draft's group. */
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 

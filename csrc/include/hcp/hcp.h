@@ -120,7 +120,11 @@ typedef struct hcp_cost {
   X(tile)             \
   X(overlap)
 
-/* Time of one sequence of length L tokens computed by d ranks, without launch:
+/* These prices are the only model of time: a plan, the time of a group (hcp_group_times) and the
+ * comm type of a group (hcp_comm_times) are computed from them, and hcp_plan_replay from those of
+ * a machine, in seconds.
+ *
+ * Time of one sequence of length L tokens computed by d ranks, without launch:
  *
  *   ceil((attention + token * rows) / d) + moved + (d - 1) * step
  *
@@ -308,10 +312,27 @@ typedef struct hcp_plan {
   const struct hcp__documents *documents; /* NULL: each sequence is one document */
 } hcp_plan;
 
-/* Rows of the fullest rank when degree ranks share length tokens zigzag.
- * Rank j holds chunks j and 2 * degree - 1 - j of 2 * degree, and chunk k is
- * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))). */
+/* Rows when degree ranks share length tokens zigzag: rank j holds chunks j and
+ * 2 * degree - 1 - j of 2 * degree, and chunk k is
+ * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))).
+ *
+ * hcp_rows_held: those of rank j. hcp_rows_max: those of the fullest rank. hcp_rows_up_to: the most
+ * of any length up to that one. A shorter sequence may need a row more than the longest: on 4 ranks
+ * 11 tokens put 4 on one of them, and 12 tokens 3 on each. */
+int64_t hcp_rows_held(int64_t length, int32_t degree, int32_t j);
 int64_t hcp_rows_max(int64_t length, int32_t degree);
+int64_t hcp_rows_up_to(int64_t length, int32_t degree);
+
+/* Nodes that ranks [first_rank, first_rank + degree) are in: 1 where ranks_per_node is 0. */
+int32_t hcp_nodes_of(int32_t first_rank, int32_t degree, int32_t ranks_per_node);
+/* Whether a group may have so many ranks: at most those of a node, or whole nodes. */
+int32_t hcp_nodes_allow(int32_t degree, int32_t ranks_per_node);
+
+/* Bytes of hcp_memory on a rank that has so many rows of sequences of so many tokens; INT64_MAX
+ * where they do not fit. */
+int64_t hcp_memory_bytes(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree);
+/* The fewest chunks of heads with which these bytes keep the limit; head_chunks where none do. */
+int64_t hcp_memory_chunks(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree);
 
 /* Simulate n micro-batches in a pipeline, in the order given: one forward, one
  * backward (1F1B), interleaved where virtual_stages is more than 1. times[i] is the
@@ -377,6 +398,89 @@ hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t ma
 hcp_status hcp_plan_expect_no_branches(const hcp_plan *plan, const char *operation, hcp_error *err);
 
 void hcp_plan_destroy(hcp_plan *plan);
+
+/* The time at which each of n sequences ends in a group of these ranks that runs them one after the
+ * other: launch, then hcp_cost_time of each, all slowed to the slowest rank. It is that of one
+ * stage, counted from the group's start. HCP_INVALID for a sequence or ranks that the plan has not,
+ * and where a cost table has no time. */
+hcp_status hcp_group_times(const hcp_plan *plan, int32_t first_rank, int32_t degree,
+                           const int32_t *sequences, int32_t n, int64_t *ends, hcp_error *err);
+
+/* The fewest chunks of heads with which every rank of this rank's group keeps the plan's memory
+ * limit: alike on all of them. 1 for a rank without a group. */
+hcp_status hcp_group_chunks(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                            int64_t *chunks, hcp_error *err);
+
+/* What a rank does in a step. A group starts when all of its ranks are free, or when all ranks are,
+ * under HCP_SYNC_MICRO_BATCH. Times are those of one stage that never waits for its neighbours. */
+typedef struct hcp_rank_work {
+  int64_t rows; /* of all micro-batches, without padding */
+  int64_t bytes; /* the most of a micro-batch, by the plan's memory */
+  int64_t busy; /* time of its groups */
+  int64_t end; /* of its last group */
+} hcp_rank_work;
+
+typedef struct hcp_plan_work {
+  int64_t peak_rows; /* of the fullest rank in one micro-batch, padding included */
+  int64_t padding; /* rows that alignment adds, on all ranks */
+  int64_t crossings; /* sum over tokens of the nodes that keys and values enter from outside */
+} hcp_plan_work;
+
+/* Measures a plan. ranks has room for plan->limits.ranks. */
+void hcp_plan_measure(const hcp_plan *plan, hcp_rank_work *ranks, hcp_plan_work *work);
+
+/* The seconds of a machine: X(name). */
+#define HCP_MACHINE_TIMES(X)                                               \
+  X(pair)        /* one query-key pair of attention                     */ \
+  X(token)       /* one row through everything else                     */ \
+  X(launch)      /* what the GPU does once in a micro-batch             */ \
+  X(shared)      /* one row of a sequence on several ranks, in addition */ \
+  X(step)        /* one more rank in the group, for each sequence       */ \
+  X(near)        /* one token's keys and values from the same node      */ \
+  X(far)         /* the same from another node                          */ \
+  X(host)        /* the host's, to queue a micro-batch on one rank      */ \
+  X(host_shared) /* the host's, to queue one of several ranks           */
+
+typedef struct hcp_machine {
+#define HCP_MACHINE_FIELD(name) double name;
+  HCP_MACHINE_TIMES(HCP_MACHINE_FIELD)
+#undef HCP_MACHINE_FIELD
+  int32_t overlap; /* 1: a ring, whose rows attention hides but for the last stage's */
+  int32_t ranks_per_node; /* 0: all ranks are in one node */
+  int32_t once; /* 1: a row enters a node once, and goes on inside it */
+  hcp_memory memory; /* limit 0: none */
+} hcp_machine;
+
+/* Seconds of a rank in a replay. */
+typedef struct hcp_rank_seconds {
+  double busy; /* its GPU has work, or waits for rows of its own micro-batch */
+  double exposed; /* of these, it only waits for rows that nothing hides */
+  double starved; /* its GPU waits for its host */
+  double end;
+  double queued; /* its host is free */
+} hcp_rank_seconds;
+
+/* Simulate a step on a machine that has more than a cost: hosts that queue ahead of their GPUs, and
+ * links of two classes that work at once. It decides nothing, and is in floating point.
+ *
+ * A sequence of n tokens on d ranks works for (pair * pairs + token * n) / d on each of them, and
+ * where d > 1 for shared * n / d + step * (d - 1) more. Its rows take
+ *
+ *   near * (n - n / d)                            in one node
+ *   max(near * (k - 1), far * (d - k)) * n / d    on a rank with k of the d ranks in its node; the
+ *                                                 slowest rank counts
+ *   max(near * (d - 1), far * (d - k) / k) * n / d    the same with once
+ *
+ * In a ring attention hides them, but for 1 / d of it. Else attention over the rank's own rows, 1 /
+ * d of it, hides two thirds of them; the third that are gradients is never hidden.
+ *
+ * A group starts when the GPUs of all of its ranks are free and all of its hosts have begun to
+ * queue, and ends no sooner than the slowest host has queued it. Hosts never wait for GPUs.
+ *
+ * ranks has room for plan->limits.ranks. HCP_INVALID for a pipeline, and for a micro-batch that
+ * takes more bytes on a rank than the machine's memory allows. */
+hcp_status hcp_plan_replay(const hcp_plan *plan, const hcp_machine *machine,
+                           hcp_rank_seconds *ranks, hcp_error *err);
 
 /* ---- 4. Layout ---------------------------------------------------------- */
 
@@ -711,6 +815,62 @@ typedef enum hcp_comm_type {
 
 /* Never NULL for a valid type; NULL otherwise. */
 const char *hcp_comm_type_name(hcp_comm_type type);
+
+/* What the price of a layer's attention depends on. */
+typedef struct hcp_heads {
+  int64_t left, right; /* window, as in hcp_mask */
+  int32_t query_heads;
+  int32_t key_heads; /* of which query_heads is a multiple */
+  int32_t packed; /* 1: one call of the kernel computes all sequences of a stage */
+  int32_t rows_only; /* 1: rows have no heads to exchange, as latent ones */
+} hcp_heads;
+
+/* A comm type that a group may use, and its time in the unit of the prices, rounded up. */
+typedef struct hcp_comm_time {
+  hcp_comm_type comm_type;
+  int32_t inner; /* neighbours that exchange rows for heads: 1, all under A2A */
+  int64_t time;
+} hcp_comm_time;
+
+/* No degree has more divisors. */
+enum { HCP_COMM_TIMES_MAX = 256 };
+
+/* The most neighbours, up to `most`, that may exchange rows for heads in this rank's group: they
+ * divide its degree, each of them has a query head, and each neighbourhood is in one node. */
+hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                          int32_t query_heads, int32_t most, int32_t *inner, hcp_error *err);
+
+/* Price attention of one layer in this rank's group, under each comm type that it may use, by the
+ * plan's prices. Exact fractions decide which is the fastest, an index of times, so that
+ * every rank of the group decides alike; of equal ones the first. times has room for
+ * HCP_COMM_TIMES_MAX.
+ *
+ * d ranks, N tokens in S sequences, H query and G key heads; m neighbours exchange rows for heads,
+ * n = d / m places form a ring; q = ceil(H / m) query heads of the busiest neighbour.
+ *
+ *   attention(m)  pair * pairs / d * m * q / H. Pairs are those under the window, of sequences
+ *                 whose 2 n chunks are rounded up to tiles
+ *   ring(m)       attention(m) + [keys * k / G * N * (n - 1) / n - attention(m) * (n - 1) / n]
+ *                 + fixed(n - 1, n - 1), k: most key heads of a neighbour
+ *   gather        attention(1) + [keys * seen - attention(1) / d] + fixed(stages, stages). Of
+ *                 each sequence of L tokens L - L / d rows are seen, at most 2 (left + right). A
+ *                 stage is stage_rows of them, with limits as in hcp_schedule_create
+ *   heads(m)      element * (H + K) * N / d * (m - 1) / m + fixed(2, 0), K: key heads of all
+ *                 neighbours together, who may have copies
+ *   fixed(e, c)   step / 2 for each of e exchanges and c calls of the kernel. S calls instead of
+ *                 one if it is not packed, but S in all the stages of a gather. Without a price of
+ *                 step it is launch / 8
+ *
+ *   ALL_GATHER gather, P2P ring(1), A2A ring(d) + heads(d), A2A_P2P ring(m) + heads(m)
+ *
+ * [x - hidden] is x without overlap, and max(0, x - hidden) with it. keys is exchange, and element
+ * all_to_all / (H + G); where one of the two is 0, it follows from the other: keys / G = element.
+ * Between nodes both are the far prices; neighbours that hcp_comm_inner allows are near.
+ *
+ * HCP_INVALID for a rank whose group has fewer than 2 ranks. */
+hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                          const hcp_heads *heads, int64_t stage_rows, hcp_comm_time *times,
+                          int32_t *count, int32_t *fastest, hcp_error *err);
 
 /* Which keys of its sequence a query sees, as in FlashAttention: query i
  * sees key j when i - left <= j <= i + right. Negative: no limit on that side.

@@ -1,0 +1,176 @@
+"""Rows, bytes and times of a plan's groups, slow and obvious: what the core's tables of prices
+equal."""
+
+# d ranks of a group, n tokens of a sequence
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from hcp.planning.memory import MemoryModel
+from hcp.planning.plan import Group, Plan
+from hcp.planning.replay import Machine, Replay
+from hcp.planning.timeline import timeline
+
+
+def rows_held(length: int, degree: int, j: int) -> int:
+    """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
+
+    def cut(k: int) -> int:
+        return k * length // (2 * degree)
+
+    mirrored = 2 * degree - 1 - j
+    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
+
+
+def nodes_of(group: Group, ranks_per_node: int) -> int:
+    if ranks_per_node == 0:
+        return 1
+    last = group.first_rank + group.degree - 1
+    return last // ranks_per_node - group.first_rank // ranks_per_node + 1
+
+
+def rows_up_to(longest: int, degree: int) -> int:
+    """The most rows of a rank, of any length up to the longest, one after the other."""
+    lengths = range(max(0, longest - 2 * degree), longest + 1)
+    return max(rows_held(n, degree, j) for n in lengths for j in range(degree))
+
+
+def bytes_of(memory: MemoryModel, rows: int, tokens: int, degree: int, chunks: int) -> int:
+    buffers = (rows * memory.attention + tokens * memory.gathered) * (degree > 1)
+    return rows * (memory.activation + memory.logit) - (-buffers // chunks)
+
+
+def chunks_for(memory: MemoryModel, rows: int, tokens: int, degree: int) -> int:
+    """The fewest chunks of heads that fit, one after the other."""
+    if memory.limit == 0:
+        return 1
+    for chunks in range(1, memory.head_chunks):
+        if bytes_of(memory, rows, tokens, degree, chunks) <= memory.limit:
+            return chunks
+    return memory.head_chunks
+
+
+def group_times(plan: Plan, group: Group) -> tuple[int, ...]:
+    """The end of each sequence of a group, by the cost model's time of each."""
+    node, pairs = plan.core.ranks_per_node, plan.pairs
+    times = [
+        plan.cost.time(plan.lengths[s], group.degree, node, pairs[s] if pairs else None)
+        for s in group.sequences
+    ]
+    ends = tuple(itertools.accumulate(times, initial=plan.cost.launch))[1:]
+    slowness = list(plan.core.slowness or [1 << 16] * plan.ranks)
+    slowest = max(slowness[group.first_rank : group.first_rank + group.degree])
+    return tuple(-(-end * slowest // (1 << 16)) for end in ends)
+
+
+class Held(NamedTuple):
+    """Rows and padding of one rank of a group, and the tokens of the group's sequences."""
+
+    rank: int
+    rows: int
+    padding: int
+    tokens: int
+
+
+def held_by(plan: Plan, group: Group) -> list[Held]:
+    alignment = max(1, plan.core.alignment)
+    lengths = [plan.lengths[s] for s in group.sequences]
+    rows = [sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)]
+    return [
+        Held(group.first_rank + j, own, -own % alignment, sum(lengths))
+        for j, own in enumerate(rows)
+    ]
+
+
+def bytes_held(memory: MemoryModel, held: Held, degree: int) -> int:
+    rows, tokens = held.rows + held.padding, held.tokens + held.padding
+    return bytes_of(memory, rows, tokens, degree, memory.head_chunks)
+
+
+def measured(
+    plan: Plan,
+) -> tuple[list[int], list[int], list[int], int, tuple[int, int, int]]:
+    """Rows, bytes and busy time of each rank, the last end, and (peak, padding, crossings)."""
+    rows, needed, busy = ([0] * plan.ranks for _ in range(3))
+    peak = padding = crossings = 0
+    for group in (group for batch in plan.micro_batches for group in batch):
+        crossings += held_by(plan, group)[0].tokens * (
+            nodes_of(group, plan.core.ranks_per_node) - 1
+        )
+        for held in held_by(plan, group):
+            rows[held.rank] += held.rows
+            busy[held.rank] += group_times(plan, group)[-1]
+            taken = bytes_held(plan.memory, held, group.degree)
+            needed[held.rank] = max(needed[held.rank], taken)
+            padding += held.padding
+            peak = max(peak, held.rows + held.padding)
+    span = max((box.end for box in timeline(plan)), default=0)
+    return rows, needed, busy, span, (peak, padding, crossings)
+
+
+def replayed(plan: Plan, machine: Machine) -> Replay:
+    ranks = range(plan.ranks)
+    free, queued = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    busy, exposed, starved = ([0.0 for _ in ranks] for _ in range(3))
+    for groups in plan.micro_batches:
+        if plan.sync == "micro_batch":
+            free = [max(free)] * plan.ranks
+        for group in groups:
+            members = range(group.first_rank, group.first_rank + group.degree)
+            slowest = min(plan.speeds[r] for r in members)
+            computed, waited = _times(plan, machine, group)
+            computed /= slowest
+            begun = max(max(free[r], queued[r]) for r in members)
+            by_host = machine.host if group.degree == 1 else machine.host_shared
+            told = max(queued[r] for r in members) + by_host
+            end = max(begun + computed + waited, told)
+            for r in members:
+                starved[r] += end - (begun + computed + waited)
+                busy[r] += computed + waited
+                exposed[r] += waited
+                queued[r] += by_host
+                free[r] = end
+    return Replay(max(free, default=0.0), tuple(busy), tuple(exposed), tuple(starved))
+
+
+def _times(plan: Plan, machine: Machine, group: Group) -> tuple[float, float]:
+    """Return a group's seconds on each of its GPUs: of work, and of waiting for rows that arrive
+    after the attention over the rank's own rows has ended."""
+    d = group.degree
+    work, waited = machine.launch, 0.0
+    for s in group.sequences:
+        n = plan.lengths[s]
+        pairs = plan.pairs[s] if plan.pairs else n * (n + 1) / 2
+        attention = machine.pair * pairs / d
+        work += attention + machine.token * n / d
+        if d > 1:
+            work += machine.shared * n / d + machine.step * (d - 1)
+            waited += _exposed(machine, _arrival(machine, n, group), attention, d)
+    return work, waited
+
+
+def _exposed(machine: Machine, arrival: float, attention: float, d: int) -> float:
+    """Return the part of a sequence's exchange that attention does not hide."""
+    if machine.overlap:
+        return max(0.0, arrival - (attention - attention / d))
+    gradients = arrival / 3  # on their way back, after the last of the backward's attention
+    return max(0.0, arrival - gradients - attention / d) + gradients
+
+
+def _arrival(machine: Machine, tokens: int, group: Group) -> float:
+    """Seconds until the slowest rank of a group has all keys and values of a sequence. Links of the
+    node and of the network work at once."""
+    d, node = group.degree, machine.ranks_per_node
+    own = tokens / d
+    if not node or group.first_rank // node == (group.first_rank + d - 1) // node:
+        return machine.near * (tokens - own)
+    last = group.first_rank + d
+    inside = [
+        min(last, (k + 1) * node) - max(group.first_rank, k * node)
+        for k in range(group.first_rank // node, (last - 1) // node + 1)
+    ]
+    if machine.once:
+        return max(max(machine.near * (d - 1), machine.far * (d - k) / k) * own for k in inside)
+    return max(max(machine.near * (k - 1), machine.far * (d - k)) * own for k in inside)
