@@ -15,6 +15,7 @@ PAYLOAD_SECTIONS: tuple[tuple[str, int], ...]
 FIXED_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 SPLITS: tuple[Literal["whole"], Literal["first"], Literal["even"], Literal["tokens"]]
+SCHEDULE_HEADER: tuple[str, ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
 LIMIT_LISTS: tuple[str, ...]
@@ -92,6 +93,12 @@ class Plan:
         stage_rows: int,
         mask: int = -1,
         by_nodes: bool = False,
+        serial: int = 0,
+        transport: int = 0,
+        step: int = 0,
+        head_chunks: int = 1,
+        checksum: int = ...,
+        in_place: bool = False,
     ) -> memoryview: ...
     def set_masks(self, masks: Sequence[tuple[Sequence[int], ...]], /) -> None: ...
     def expect_no_branches(self, operation: str, /) -> None: ...
@@ -116,7 +123,6 @@ class Plan:
     def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
     def states(self, micro_batch: int, rank: int, by_rounds: bool) -> memoryview: ...
     def states_rows(self, micro_batch: int, rank: int) -> tuple[int, int, int]: ...
-    def ranks_with_rows(self, micro_batch: int, rank: int) -> tuple[int, ...]: ...
     def cross(
         self,
         micro_batch: int,

@@ -37,6 +37,8 @@ def is_finite(value: Any) -> bool:
 def expect_items(name: str, values: Any, what: str) -> None:
     """Raise ValueError unless the values are a sequence. Text is refused, too: its items are
     letters."""
+    if type(values) in (list, tuple):
+        return
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         raise ValueError(f"{name} is {values!r:.60}, expected a sequence of {what}")
 

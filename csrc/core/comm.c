@@ -68,7 +68,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 typedef struct priced {
   const hcp_plan *plan;
   const hcp_group *group;
-  const hcp_heads *heads;
+  const hcp_layer_heads *heads;
   int64_t degree, per_key; /* ranks, query heads of a key head */
   int64_t stage_rows;
   hcp__wide tokens, unit; /* all times are in 1 / unit */
@@ -78,7 +78,7 @@ static int64_t length_at(const priced *g, int32_t i) {
   return g->plan->lengths[g->plan->sequences[g->group->first_sequence + i]];
 }
 
-static priced priced_of(const hcp_plan *plan, const hcp_group *group, const hcp_heads *heads,
+static priced priced_of(const hcp_plan *plan, const hcp_group *group, const hcp_layer_heads *heads,
                         int64_t stage_rows) {
   priced g = {.plan = plan, .group = group, .heads = heads, .stage_rows = stage_rows};
   g.degree = group->degree;
@@ -214,7 +214,7 @@ static void list_all(listed *l, const priced *g) {
   }
 }
 
-static hcp_status check(const hcp_cost *cost, const hcp_heads *heads, int64_t stage_rows,
+static hcp_status check(const hcp_cost *cost, const hcp_layer_heads *heads, int64_t stage_rows,
                         hcp_error *err) {
   if (heads->query_heads < 1 || heads->key_heads < 1 || heads->query_heads % heads->key_heads != 0)
     return hcp__fail(err, HCP_INVALID, "query has %d heads, expected a multiple of the %d of key",
@@ -228,7 +228,7 @@ static hcp_status check(const hcp_cost *cost, const hcp_heads *heads, int64_t st
 }
 
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_heads *heads, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_layer_heads *heads, int64_t stage_rows, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err) {
   listed l = {.times = times};
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);

@@ -210,15 +210,19 @@ typedef struct hcp__list {
 
 typedef struct hcp__lists {
   hcp__list list[HCP__LISTS_MAX];
+  int32_t header_words; /* of the table */
   int32_t failed;
 } hcp__lists;
 
+/* The table's header has HCP_TABLE_HEADER words, unless the caller changes that. */
 void hcp__lists_init(hcp__lists *lists, const int32_t *widths, int32_t n);
 void hcp__lists_release(hcp__lists *lists);
 void hcp__append(hcp__lists *lists, int32_t section, const int64_t *record);
 /* Appends the record of a stage of a schedule, whose other records come before it. */
 void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t keys,
                     int64_t relayed);
+/* Appends the ranks of a schedule's group that compare their calls. */
+void hcp__append_callers(hcp__lists *lists, const hcp_plan *plan, const hcp_group *group);
 /* Appends (row, rows), joined to the last record when it continues that. */
 void hcp__append_rows(hcp__lists *lists, int32_t section, int64_t row, int64_t rows);
 /* Appends (peer, row, rows) of each rank with rows: those from starts[peer] up to the next. */

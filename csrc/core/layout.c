@@ -261,22 +261,3 @@ hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
 }
 
 void hcp_layout_destroy(hcp_layout *layout) { free(layout); }
-
-static int has_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) {
-  for (int32_t s = 0; s < group->sequences; s++) {
-    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
-    if (hcp__rows_before(length, group->degree, j, length) > 0) return 1;
-  }
-  return 0;
-}
-
-hcp_status hcp_layout_ranks(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                            int32_t *ranks_out, int32_t *count, hcp_error *err) {
-  hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status != HCP_OK) return status;
-  const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
-  *count = 0;
-  for (int32_t j = 0; group != NULL && j < group->degree; j++)
-    if (has_rows(plan, group, j)) ranks_out[(*count)++] = group->first_rank + j;
-  return HCP_OK;
-}

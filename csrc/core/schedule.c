@@ -799,6 +799,7 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
     for (int32_t k = 0; k < b->view.degree; k++)
       hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
                   (const int64_t[]){peer_of(b, k), place_rows(b, k)});
+    hcp__append_callers(&b->lists, b->view.plan, b->view.group);
     b->lists.failed |= b->view.lists.failed;
   }
   hcp__view_close(&b->view);
@@ -893,6 +894,7 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
   status = place(&b, rank, comm_type, inner, by_nodes, err);
   if (status != HCP_OK) return status;
   hcp__lists_init(&b.lists, widths, LIST_COUNT);
+  b.lists.header_words = HCP_SCHEDULE_HEADER_WORDS;
   status = build(&b, comm_type, schedule, err);
   hcp__lists_release(&b.lists);
   return status;

@@ -6,6 +6,7 @@
 
 void hcp__lists_init(hcp__lists *lists, const int32_t *widths, int32_t n) {
   memset(lists, 0, sizeof *lists);
+  lists->header_words = HCP_TABLE_HEADER;
   for (int32_t i = 0; i < n; i++) lists->list[i].width = widths[i];
 }
 
@@ -155,11 +156,21 @@ void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t k
           hcp__records(lists, HCP_SCHEDULE_RELAY_RECEIVES), sent, received, keys, relayed});
 }
 
+void hcp__append_callers(hcp__lists *lists, const hcp_plan *plan, const hcp_group *group) {
+  for (int32_t j = 0; group->degree > 2 && j < group->degree; j++)
+    if (hcp__rank_rows(plan, group, j) + hcp__padding(plan, group, j) > 0)
+      hcp__append(lists, HCP_SCHEDULE_CALLERS, (const int64_t[]){group->first_rank + j});
+}
+
+void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header) {
+  memcpy(schedule->words, header, sizeof *header);
+}
+
 /* ---- the table ---- */
 
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
                              hcp_error *err) {
-  int64_t words = 2 + 2 * (int64_t)n, at = words;
+  int64_t words = lists->header_words + 2 * (int64_t)n, at = words;
   for (int32_t s = 0; s < n; s++) words += lists->list[s].count;
   hcp_table *made = malloc(sizeof *made + (size_t)words * sizeof *made->words);
   if (lists->failed || made == NULL) {
@@ -168,11 +179,13 @@ hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **tab
   }
   made->words = (int64_t *)(made + 1);
   made->word_count = words;
-  made->words[0] = made->words[1] = 0;
+  made->header_words = lists->header_words;
+  memset(made->words, 0, (size_t)lists->header_words * sizeof *made->words);
+  int64_t *heads = made->words + lists->header_words;
   for (int32_t s = 0; s < n; s++) {
     const hcp__list *list = &lists->list[s];
-    made->words[2 + 2 * s] = at;
-    made->words[3 + 2 * s] = list->count / list->width;
+    heads[2 * s] = at;
+    heads[2 * s + 1] = list->count / list->width;
     if (list->count > 0)
       memcpy(made->words + at, list->words, (size_t)list->count * sizeof *list->words);
     at += list->count;

@@ -469,11 +469,27 @@ static int place_from(PyObject *const objects[2], int32_t *micro_batch, int32_t 
   return hcp_py_int32(objects[1], "rank", rank);
 }
 
+/* What the caller says in the header of a schedule: it has defaults. */
+static int header_from(PyObject *const objects[5], hcp_schedule_header *header) {
+  static const char *const names[] = {"serial", "transport", "step", "head_chunks"};
+  int64_t *const values[] = {&header->serial, &header->transport, &header->step,
+                             &header->head_chunks};
+  for (int i = 0; i < 4; i++)
+    if (objects[i] != NULL && hcp_py_int64(objects[i], names[i], values[i]) < 0) return -1;
+  if (objects[4] == NULL) return 0;
+  header->plan = (int64_t)PyLong_AsUnsignedLongLong(objects[4]);
+  return header->plan == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank",       "comm_type", "inner",    "left",
-                             "right",       "stage_rows", "mask",      "by_nodes", NULL};
+  static char *keywords[] = {"micro_batch", "rank",     "comm_type", "inner",  "left",      "right",
+                             "stage_rows",  "mask",     "by_nodes",  "serial", "transport", "step",
+                             "head_chunks", "checksum", "in_place",  NULL};
   PyObject *place[2], *inner_object, *sides[2], *stage_rows_object, *index_object = NULL;
-  int by_nodes = 0;
+  PyObject *said[5] = {NULL, NULL, NULL, NULL, NULL};
+  int by_nodes = 0, in_place = 0;
+  const hcp_plan *plan = plan_of(self);
+  hcp_schedule_header header = {.plan = (int64_t)plan->checksum, .head_chunks = 1};
   int32_t micro_batch, rank, inner;
   int64_t stage_rows;
   hcp_mask mask = {.index = -1};
@@ -481,20 +497,27 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|Op:schedule", keywords, &place[0],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|OpOOOOOp:schedule", keywords, &place[0],
                                    &place[1], &name, &inner_object, &sides[0], &sides[1],
-                                   &stage_rows_object, &index_object, &by_nodes) ||
-      place_from(place, &micro_batch, &rank) < 0 || comm_type_from(name, &comm_type) < 0 ||
-      hcp_py_int32(inner_object, "inner", &inner) < 0 ||
+                                   &stage_rows_object, &index_object, &by_nodes, &said[0], &said[1],
+                                   &said[2], &said[3], &said[4], &in_place) ||
+      header_from(said, &header) < 0 || place_from(place, &micro_batch, &rank) < 0 ||
+      comm_type_from(name, &comm_type) < 0 || hcp_py_int32(inner_object, "inner", &inner) < 0 ||
       hcp_py_int64(sides[0], "left", &mask.left) < 0 ||
       hcp_py_int64(sides[1], "right", &mask.right) < 0 ||
       hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0 ||
       (index_object != NULL && hcp_py_int32(index_object, "mask", &mask.index) < 0))
     return NULL;
   HCP_PY_WITHOUT_GIL(self, status,
-                     hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask,
+                     hcp_schedule_create(plan, micro_batch, rank, comm_type, inner, &mask,
                                          stage_rows, by_nodes, &table, &err));
-  return table_or_raise(self, status, table, &err);
+  if (status != HCP_OK) return hcp_py_raise(&err);
+  header.micro_batch = micro_batch;
+  header.rank = rank;
+  header.mask = mask.index;
+  header.in_place = in_place;
+  hcp_schedule_set_header(table, &header);
+  return hcp_py_table(module_of(self), table);
 }
 
 /* The rank that loaded each sequence; the caller frees it. */
@@ -672,32 +695,9 @@ static PyObject *plan_cross(PyObject *self, PyObject *args, PyObject *kwargs) {
       hcp_py_int32(keys_batch, "keys_micro_batch", &keys.micro_batch) < 0 ||
       hcp_py_int64(sides[0], "left", &left) < 0 || hcp_py_int64(sides[1], "right", &right) < 0)
     return NULL;
-  hcp_status status;
-  Py_BEGIN_ALLOW_THREADS status =
-      hcp_cross_create(&queries, &keys, rank, left, right, &table, &err);
-  Py_END_ALLOW_THREADS return status == HCP_OK ? hcp_py_table(module_of(self), table)
-                                               : hcp_py_raise(&err);
-}
-
-static PyObject *plan_ranks_with_rows(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank", NULL};
-  PyObject *place[2];
-  int32_t micro_batch, rank, count = 0;
-  hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:ranks_with_rows", keywords, &place[0],
-                                   &place[1]) ||
-      place_from(place, &micro_batch, &rank) < 0)
-    return NULL;
-  int32_t *ranks = PyMem_Calloc((size_t)plan_of(self)->limits.ranks, sizeof *ranks);
-  if (ranks == NULL) return PyErr_NoMemory();
-  hcp_status status = hcp_layout_ranks(plan_of(self), micro_batch, rank, ranks, &count, &err);
-  PyObject *tuple = status == HCP_OK ? PyTuple_New(count) : hcp_py_raise(&err);
-  for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
-    PyObject *number = PyLong_FromLong(ranks[i]);
-    if (number == NULL || PyTuple_SetItem(tuple, i, number) < 0) Py_CLEAR(tuple);
-  }
-  PyMem_Free(ranks);
-  return tuple;
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_cross_create(&queries, &keys, rank, left, right, &table, &err));
+  return table_or_raise(self, status, table, &err);
 }
 
 static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
@@ -734,8 +734,6 @@ static PyMethodDef plan_methods[] = {
      "How states of a micro-batch get from rank to rank, as words of a table."},
     {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
-    {"ranks_with_rows", (PyCFunction)(void (*)(void))plan_ranks_with_rows,
-     METH_VARARGS | METH_KEYWORDS, "The ranks of a rank's group that have rows."},
     {"cross", (PyCFunction)(void (*)(void))plan_cross, METH_VARARGS | METH_KEYWORDS,
      "Keys of another plan's micro-batch for the queries of this one's, as words of a table."},
     {NULL, NULL, 0, NULL}};

@@ -195,7 +195,7 @@ static PyObject *comm_times(PyObject *module, PyObject *args, PyObject *kwargs) 
   PyObject *object;
   int micro_batch, rank, packed, rows_only;
   long long left, right, stage_rows;
-  hcp_heads heads;
+  hcp_layer_heads heads;
   hcp_comm_time times[HCP_COMM_TIMES_MAX];
   int32_t count, fastest;
   hcp_error err;

@@ -58,8 +58,11 @@ int hcp_py_add_table(PyObject *module) {
   static const int fixed_widths[] = {HCP_FIXED_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
+#define FIELD(name) #name,
+  static const char *const header_names[] = {HCP_SCHEDULE_HEADER(FIELD)};
 #undef NAME
 #undef WIDTH
+#undef FIELD
   if (hcp_py_add_type(module, "_Table", &table_spec) < 0 ||
       hcp_py_add_owned(module, "ROUTE_SECTIONS",
                        sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0 ||
@@ -72,6 +75,8 @@ int hcp_py_add_table(PyObject *module) {
           0 ||
       hcp_py_add_owned(module, "FIXED_SECTIONS",
                        sections_tuple(fixed_names, fixed_widths, HCP_FIXED_SECTION_COUNT)) < 0)
+    return -1;
+  if (hcp_py_add_names(module, "SCHEDULE_HEADER", header_names, HCP_SCHEDULE_HEADER_WORDS) < 0)
     return -1;
   return hcp_py_add_owned(
       module, "SCHEDULE_SECTIONS",

@@ -53,7 +53,7 @@ def transfer_of(
     exchanges: Iterator[int],
 ) -> KeyTransfer:
     """``sizes``: G, D, E. ``exchanges``: numbers of exchanges through shared memory."""
-    if schedule.in_place and len(schedule.stages) > 1:
+    if schedule.header.in_place and len(schedule.stages) > 1:
         assert shares(transport)
         return ReadKeys(schedule, launches, transport, sizes, dtype, exchanges)
     return SentKeys(schedule, launches, transport, sizes)
@@ -142,7 +142,7 @@ class SentKeys:
             del pending  # and what was sent
             sent = before = None
             current = []
-            if stage.entries:
+            if stage.attends:
                 current = torch.ops.hcp.arrive.default(
                     received, stage.arrange, stage.key_rows, *self._sizes, cuts
                 )

@@ -128,7 +128,7 @@ def make_run(
     The call is compared with the peers too, unless it is a backward's, which has no ``number``.
     """
     schedule = prepared.schedule
-    transport = transport_of(schedule.transport_key)
+    transport = transport_of(schedule.header.transport)
     checked = check_latent if latent else check
     checked(query, key, value, sinks, schedule.rows, transport.device)
     kind = Kind(
@@ -139,7 +139,7 @@ def make_run(
         value=rows_like(value),
         causal=schedule.window[1] == 0,
         window_size=schedule.window,
-        mask=None if schedule.mask < 0 else schedule.mask,
+        mask=None if schedule.header.mask < 0 else schedule.header.mask,
         softmax_scale=scale,
         softcap=choice.softcap,
         sinks=sinks is not None,
@@ -147,11 +147,11 @@ def make_run(
         latent=latent or None,
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
-        head_chunks=schedule.head_chunks if schedule.head_chunks > 1 else None,
+        head_chunks=schedule.header.head_chunks if schedule.header.head_chunks > 1 else None,
     )
     kind.callers = schedule.callers
     # Signals between GPUs carry the stamp themselves.
-    signalled = schedule.in_place and schedule.head_moves is None
+    signalled = schedule.header.in_place and schedule.head_moves is None
     if number and not signalled:
         agree_once(transport, prepared, Stamp(kind, number, layer=name))
     parts: list[Part] = []
@@ -168,7 +168,7 @@ def make_run(
 
 def _chunks(schedule: Schedule, query_heads: int, key_heads: int) -> list[tuple[slice, slice]]:
     """Query heads and key-value heads of each chunk; nothing where all are computed at once."""
-    chunks = min(schedule.head_chunks, key_heads)
+    chunks = min(schedule.header.head_chunks, key_heads)
     if chunks < 2:
         return []
     per_key = query_heads // key_heads
@@ -199,7 +199,7 @@ def _run_of(
     transfer = transfer_of(schedule, launches, transport, sizes, key.dtype, prepared.exchanges)
     received = _received_bytes(schedule, heads, query, key, value)
     prepared.layer_bytes = max(prepared.layer_bytes, received)
-    packs = heads is None and len(schedule.stages) > 1 and not schedule.in_place
+    packs = heads is None and len(schedule.stages) > 1 and not schedule.header.in_place
     return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs, parts)
 
 

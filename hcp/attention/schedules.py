@@ -14,7 +14,7 @@ from hcp.attention.checks import check_options, scale_of, window_of
 from hcp.attention.kernels import Choice
 from hcp.attention.layer import Layer
 from hcp.attention.prepared import Prepared, prepared_of
-from hcp.exchange.layout import Layout, ranks_with_rows
+from hcp.exchange.layout import Layout
 from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport, read_in_place
 
@@ -57,8 +57,6 @@ class Schedules:
         self._kernel_family, self._step, self._numbers = kernel_family, step, numbers
         self.head_chunks = _head_chunks(layout)
         """Chunks in which layers compute their heads, one after the other."""
-        # The ranks of a group compare its calls. Two ranks meet in any exchange.
-        self._callers = ranks_with_rows(layout) if layout.degree > 2 else []
         self._words: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._prepared: list[Prepared] = []
@@ -73,9 +71,11 @@ class Schedules:
     ) -> None:
         """Prepare for layers with and without a causal mask, under each of the windows and, where
         the comm type depends on them, numbers of (query, key-value) heads."""
+        # Without masks, a causal layer without a window is one with the window of a causal mask.
+        windows = [_CAUSAL, _FULL] if self._layout.plan.masks else [_FULL]
         for name in self._comm_types:
             for counts in heads if name in comm.CHOSEN else [(1, 1)]:
-                for window in (_CAUSAL, _FULL, *window_sizes):
+                for window in (*windows, *window_sizes):
                     for causal in (False, True):
                         for mask in self._layout.plan.masks or (None,):
                             self._prepare(name, self._limits(window, causal, mask), counts)
@@ -168,7 +168,6 @@ class Schedules:
             window_size=limits[:2],
             transport_key=self._transport.key,
             step=self._step,
-            callers=self._callers,
             mask=limits.mask,
             head_chunks=self.head_chunks,
             by_nodes=not in_place,  # who reads from memory needs no relays

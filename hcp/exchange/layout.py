@@ -137,11 +137,6 @@ def span_rows(layout: Layout) -> list[int]:
     return [*rows, layout.padding] if layout.padding else rows
 
 
-def ranks_with_rows(layout: Layout) -> tuple[int, ...]:
-    """The ranks of the group that have rows."""
-    return layout.plan.core.ranks_with_rows(layout.micro_batch, layout.rank)
-
-
 # ---- whole sequences -----------------------------------------------------------------------------
 #
 # The group's sequences, whole and end to end, then the padding of each of its ranks. Documents of a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -194,10 +195,16 @@ class AllPairs:
 
     def __init__(self, ranks: range, rank: int) -> None:
         self.ranks = ranks
-        peers = [peer for peer in ranks if peer != rank]
-        self.sends = [Move(peer, 0, 1) for peer in peers]
-        self.receives = [Move(peer, peer - ranks.start, 1) for peer in peers]
+        self._rank = rank
         self.agreed: set[int] = set()
+
+    @cached_property
+    def sends(self) -> list[Move]:
+        return [Move(peer, 0, 1) for peer in self.ranks if peer != self._rank]
+
+    @cached_property
+    def receives(self) -> list[Move]:
+        return [Move(peer, row, 1) for row, peer in enumerate(self.ranks) if peer != self._rank]
 
 
 def sum_over(transport: Transport, pairs: AllPairs, x: Tensor, stamp: Stamp) -> Tensor:

@@ -7,7 +7,6 @@ hence one tensor, which may travel through a compiled model.
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -47,10 +46,12 @@ class Sections:
     SECTIONS: Sequence[tuple[str, int]]
     PLACES: Mapping[str, tuple[int, int]]
     """Of each section, by name, its number and the words of a record."""
+    HEADER_WORDS = 2
 
     def __init__(self, words: Tensor) -> None:
         self.words = words
-        self._heads = words[2 : 2 + 2 * len(self.SECTIONS)].tolist()
+        first = words[: self.HEADER_WORDS + 2 * len(self.SECTIONS)].tolist()
+        self._header, self._heads = first[: self.HEADER_WORDS], first[self.HEADER_WORDS :]
 
     def section(self, name: str) -> Tensor:
         """Records of a section: int64 (records, width), a view of the words."""
@@ -60,8 +61,11 @@ class Sections:
 
     def records(self, name: str) -> list[list[int]]:
         """The same as lists. Most are empty on a rank that computes alone."""
-        index, _ = self.PLACES[name]
-        return self.section(name).tolist() if self._heads[2 * index + 1] else []
+        return self.section(name).tolist() if self.count(name) else []
+
+    def count(self, name: str) -> int:
+        """Number of records of a section."""
+        return self._heads[2 * self.PLACES[name][0] + 1]
 
     def moves(self, name: str) -> list[Move]:
         return [Move(*record) for record in self.records(name)]
@@ -167,15 +171,22 @@ class Stage(NamedTuple):
     arrange: Tensor
     arranges: bool
     """Whether it has rows; else the received rows are the keys, as they arrive."""
-    entries: list[Entry]
+    blocks: Tensor
+    """int64 (entries, 6): the fields of each entry."""
     pulls: Tensor
     """(row, rows, peer, peer_row): the same keys, as rows of their owners."""
-    first_entry: int
+    attends: bool
+    """Whether it has entries."""
     sent_rows: int
     received_rows: int
     key_rows: int
     relay: Relay | None
     """None where no rows go on, or come, by another rank of the node."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The blocks as objects, made anew at each call."""
+        return [Entry(*record) for record in self.blocks.tolist()]
 
     @property
     def sends_of_all(self) -> list[Move]:
@@ -243,57 +254,98 @@ _NO_LIMIT = 2**40
 """The number for no limit of a window, in a table."""
 
 
+class ScheduleHeader(NamedTuple):
+    """What a schedule says of itself: ``hcp_schedule_header``."""
+
+    serial: int
+    """A number that names it in this process."""
+    transport: int
+    """Which transport it runs on: see ``exchange.transport_of``."""
+    plan: int
+    """The plan's checksum, as a signed number."""
+    step: int
+    """See ``Origin``."""
+    micro_batch: int
+    rank: int
+    mask: int
+    """Which of the plan's, -1 in a plan without."""
+    head_chunks: int
+    """In which heads are computed, one after the other."""
+    in_place: int
+    """1 where ranks read keys where their owners hold them."""
+
+
 class Schedule(Sections):
-    """The steps of one attention layer on one rank."""
+    """The steps of one attention layer on one rank. A section is read when somebody asks for it."""
 
     SECTIONS = _core.SCHEDULE_SECTIONS
     PLACES = places(SECTIONS)
+    HEADER_WORDS = len(_core.SCHEDULE_HEADER)
 
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
         self._expect_sections()
-        sizes = self.section("SIZES").tolist()[0]
-        self.rows, self.home_sent_rows, self.home_received_rows, home_relayed_rows, *kind = sizes
-        comm_type, self.inner, *window = kind
+        self.rows, self.home_sent_rows, self.home_received_rows, *kind = self.section("SIZES")[
+            0
+        ].tolist()
+        self._home_relayed_rows, comm_type, self.inner, *window = kind
         if not 0 <= comm_type < len(_core.COMM_TYPES):
             raise ValueError(
                 f"words names comm type {comm_type}, expected 0 to {len(_core.COMM_TYPES) - 1}"
             )
         self.comm_type = _core.COMM_TYPES[comm_type]
-        self.window = tuple(-1 if size == _NO_LIMIT else size for size in window)
+        left, right = window
+        self.window = -1 if left == _NO_LIMIT else left, -1 if right == _NO_LIMIT else right
         """(left, right), as FlashAttention has it."""
-        self.output_runs = self.section("OUTPUT_RUNS")
-        self.home_runs = self.section("HOME_RUNS")
-        self.local_runs = self.section("LOCAL_RUNS")
-        self.home_sends = self.moves("HOME_SENDS")
-        self.home_receives = self.moves("HOME_RECEIVES")
-        self.home_relay = _relay(
-            self.section("HOME_RELAY_RUNS"),
-            self.moves("HOME_RELAY_SENDS"),
-            self.moves("HOME_RELAY_RECEIVES"),
-            home_relayed_rows,
-        )
-        """None where no owner of keys is in another node, or the borders of nodes do not count."""
-        self.key_owners: dict[int, int] = dict(self.section("KEY_OWNERS").tolist())
-        """Local rows of each rank that keys come from, this one among them."""
-        self.stages = self._stages()
-        self.query_rows = self.stages[0].key_rows
-        """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
-        self.head_moves = self._head_moves()
-        """None where rows stay."""
-        self.origin, self.mask, self.callers, self.head_chunks, self.in_place = _tail_of(words)
 
     def _expect_sections(self) -> None:
         """Raise ValueError unless the sections lie inside the words, the sizes among them."""
         heads, count = self._heads, len(self.words)
-        sound = len(heads) == 2 * len(self.SECTIONS) and all(
-            start >= 0 and records >= 0 and start + records * width <= count
-            for start, records, (_, width) in zip(
-                heads[::2], heads[1::2], self.SECTIONS, strict=True
-            )
-        )
-        if not sound or not len(self.section("SIZES")) or not len(self.section("STAGES")):
+        sound = len(heads) == 2 * len(self.SECTIONS)
+        for start, records, (_, width) in zip(heads[::2], heads[1::2], self.SECTIONS, strict=False):
+            sound = sound and start >= 0 and records >= 0 and start + records * width <= count
+        if not sound or not self.count("SIZES") or not self.count("STAGES"):
             raise ValueError(f"words has {count} items that are no schedule")
+
+    @cached_property
+    def output_runs(self) -> Tensor:
+        return self.section("OUTPUT_RUNS")
+
+    @cached_property
+    def home_runs(self) -> Tensor:
+        return self.section("HOME_RUNS")
+
+    @cached_property
+    def local_runs(self) -> Tensor:
+        return self.section("LOCAL_RUNS")
+
+    @cached_property
+    def home_sends(self) -> list[Move]:
+        return self.moves("HOME_SENDS")
+
+    @cached_property
+    def home_receives(self) -> list[Move]:
+        return self.moves("HOME_RECEIVES")
+
+    @cached_property
+    def home_relay(self) -> Relay | None:
+        """None where no owner of keys is in another node, or the borders of nodes do not count."""
+        return _relay(
+            self.section("HOME_RELAY_RUNS"),
+            self.moves("HOME_RELAY_SENDS"),
+            self.moves("HOME_RELAY_RECEIVES"),
+            self._home_relayed_rows,
+        )
+
+    @cached_property
+    def key_owners(self) -> dict[int, int]:
+        """Local rows of each rank that keys come from, this one among them."""
+        return dict(self.records("KEY_OWNERS"))
+
+    @cached_property
+    def query_rows(self) -> int:
+        """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
+        return int(self.section("STAGES")[0, -2])
 
     @cached_property
     def reads(self) -> list[Read | None]:
@@ -302,7 +354,7 @@ class Schedule(Sections):
         reads: list[Read | None] = []
         for i, (stage, own) in enumerate(zip(self.stages, owners, strict=True)):
             later = set(itertools.chain.from_iterable(owners[i + 1 :]))
-            reads.append(self._read(stage, own, later) if stage.entries and own else None)
+            reads.append(self._read(stage, own, later) if stage.attends and own else None)
         return reads
 
     def _read(self, stage: Stage, owners: list[int], later: set[int]) -> Read:
@@ -336,12 +388,22 @@ class Schedule(Sections):
         heads = self.head_moves.receives if self.head_moves else []
         return [*heads, *(move for stage in self.stages for move in stage.receives_of_all)]
 
-    @property
-    def transport_key(self) -> int:
-        """Which transport the schedule runs on: see ``exchange.transport_of``."""
-        return int(self.words[1])
+    @cached_property
+    def header(self) -> ScheduleHeader:
+        return ScheduleHeader(**dict(zip(_core.SCHEDULE_HEADER, self._header, strict=True)))
 
-    def _head_moves(self) -> HeadMoves | None:
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.header.plan % 2**64, self.header.step, self.header.micro_batch)
+
+    @property
+    def callers(self) -> tuple[int, ...]:
+        """The ranks that compare its calls, beyond those that exchange rows."""
+        return tuple(self.section("CALLERS").flatten().tolist())
+
+    @cached_property
+    def head_moves(self) -> HeadMoves | None:
+        """None where rows stay."""
         receives = self.moves("HEAD_RECEIVES")
         if not receives:
             return None
@@ -357,11 +419,11 @@ class Schedule(Sections):
             [move for move in receives if move.rows],
         )
 
-    def _stages(self) -> list[Stage]:
-        pack, arrange = self.section("PACK"), self.section("ARRANGE")
-        sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
-        entries = [Entry(*record) for record in self.records("ENTRIES")]
+    @cached_property
+    def stages(self) -> list[Stage]:
+        pack, arrange, blocks = (self.section(name) for name in ("PACK", "ARRANGE", "ENTRIES"))
         pulls, relay_pack = self.section("PULLS"), self.section("RELAY_PACK")
+        sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
         relay_sends, relay_receives = self.moves("RELAY_SENDS"), self.moves("RELAY_RECEIVES")
         stages = []
         begin = [0] * 9
@@ -374,9 +436,9 @@ class Schedule(Sections):
                     receives=receives[begin[2] : end[2]],
                     arrange=arrange[begin[3] : end[3]],
                     arranges=end[3] > begin[3],
-                    entries=entries[begin[4] : end[4]],
+                    blocks=blocks[begin[4] : end[4]],
+                    attends=end[4] > begin[4],
                     pulls=pulls[begin[5] : end[5]],
-                    first_entry=begin[4],
                     sent_rows=sent_rows,
                     received_rows=received_rows,
                     key_rows=key_rows,
@@ -402,36 +464,30 @@ def schedule_words(
     window_size: tuple[int, int],
     transport_key: int,
     step: int = 0,
-    callers: Sequence[int] = (),
     mask: int = -1,
     by_nodes: bool = False,
     in_place: bool = False,
     head_chunks: int = 1,
 ) -> Tensor:
-    """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
-    transport it runs on (word 1), its callers, mask and origin (last). ``inner``: how many
-    neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
-    FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
-    its calls, where they are to compare them beyond those that exchange rows. ``mask``: which of
-    the plan's, -1 in a plan without. ``by_nodes``: whether rows cross each border of the plan's
-    nodes once, and are relayed inside of them. ``in_place``: whether ranks read keys where their
-    owners hold them. ``head_chunks``: in which heads are computed, one after the other."""
-    limits = *window_size, STAGE_ROWS, mask
-    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *limits, by_nodes)
-    origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
-    tail = *callers, len(callers), int(in_place), head_chunks, mask, *origin
-    ending = torch.tensor(tail, dtype=torch.int64, device="cpu")
-    words = torch.cat([tensor_of(table, torch.int64), ending])
-    words[0] = next(_serials)
-    words[1] = transport_key
-    return rows_may_vary(words)
-
-
-def _tail_of(words: Tensor) -> tuple[Origin, int, tuple[int, ...], int, bool]:
-    """Origin, mask, callers, the number of chunks of heads, and whether keys are read in place."""
-    first = len(words) - len(Origin._fields) - 4
-    count, in_place, chunks, mask, checksum, step, micro_batch = words[first:].tolist()
-    if not 0 <= count <= first:
-        raise ValueError(f"words names {count} callers in {len(words)} items, expected a schedule")
-    callers = tuple(words[first - count : first].tolist())
-    return Origin(checksum % 2**64, step, micro_batch), mask, callers, chunks, bool(in_place)
+    """The schedule as one tensor, int64 (words,), which begins with its ``ScheduleHeader``.
+    ``inner``: how many neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p".
+    ``window_size``: FlashAttention's; (-1, 0) is causal. ``by_nodes``: whether rows cross each
+    border of the plan's nodes once, and are relayed inside of them. The others are fields of the
+    header."""
+    table = plan.core.schedule(
+        micro_batch,
+        rank,
+        comm_type,
+        inner,
+        *window_size,
+        STAGE_ROWS,
+        mask,
+        by_nodes,
+        serial=next(_serials),
+        transport=transport_key,
+        step=step,
+        head_chunks=head_chunks,
+        checksum=plan.checksum,
+        in_place=in_place,
+    )
+    return rows_may_vary(tensor_of(table, torch.int64))

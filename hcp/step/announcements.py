@@ -35,10 +35,12 @@ class Announcements:
         ``whole``: what a rank announces a hash of. Ranks that differ gather it, to name the part
         that does.
         """
+        if len(self._different) == 1:
+            return self._different[0][key]
         values = [said[key] for said in self._different if said[key] is not None]
         if not values:
             return None
-        if all(value == values[0] for value in values):
+        if values.count(values[0]) == len(values):
             return values[0]
         by_rank = {r: said[key] for r, said in enumerate(self.by_rank()) if said[key] is not None}
         transport = self._transport

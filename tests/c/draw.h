@@ -77,9 +77,11 @@ static inline hcp_plan *draw_plan(int32_t max_ranks) {
 /* ---- tables, read as a caller would ---- */
 
 static inline const int64_t *section(const hcp_table *table, int32_t s) {
-  return table->words + table->words[2 + 2 * s];
+  return table->words + table->words[table->header_words + 2 * s];
 }
 
-static inline int64_t records(const hcp_table *table, int32_t s) { return table->words[3 + 2 * s]; }
+static inline int64_t records(const hcp_table *table, int32_t s) {
+  return table->words[table->header_words + 2 * s + 1];
+}
 
 #endif

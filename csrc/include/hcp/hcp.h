@@ -524,23 +524,22 @@ hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
                              hcp_layout **layout, hcp_error *err);
 void hcp_layout_destroy(hcp_layout *layout);
 
-/* List the ranks that have rows, *count of them, ascending, in the group of a rank: none for a rank
- * that no group contains. ranks_out has room for limits.ranks. */
-hcp_status hcp_layout_ranks(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                            int32_t *ranks_out, int32_t *count, hcp_error *err);
-
 /* ---- Tables ------------------------------------------------------------- */
 
 /* A route, states, a schedule and others: sections of records of integers in one array, so that
  * it travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
  *
- * words[0] and words[1] are the caller's own (zero at first). words[2 + 2 * s] and
- * words[3 + 2 * s] are the first word and the number of records of section s, one of
- * those that HCP_ROUTE_SECTIONS or another list of sections names. The caller owns the table. */
+ * The first words, header_words of them, are the caller's own (zero at first): HCP_TABLE_HEADER of
+ * them, and those of hcp_schedule_header in a schedule. After them come two words for each section,
+ * its first word and its number of records, in the order in which HCP_ROUTE_SECTIONS
+ * or another list of sections names them. The caller owns the table. */
 typedef struct hcp_table {
   int64_t *words;
   int64_t word_count;
+  int64_t header_words;
 } hcp_table;
+
+enum { HCP_TABLE_HEADER = 2 };
 
 void hcp_table_destroy(hcp_table *table);
 
@@ -817,13 +816,13 @@ typedef enum hcp_comm_type {
 const char *hcp_comm_type_name(hcp_comm_type type);
 
 /* What the price of a layer's attention depends on. */
-typedef struct hcp_heads {
+typedef struct hcp_layer_heads {
   int64_t left, right; /* window, as in hcp_mask */
   int32_t query_heads;
   int32_t key_heads; /* of which query_heads is a multiple */
   int32_t packed; /* 1: one call of the kernel computes all sequences of a stage */
   int32_t rows_only; /* 1: rows have no heads to exchange, as latent ones */
-} hcp_heads;
+} hcp_layer_heads;
 
 /* A comm type that a group may use, and its time in the unit of the prices, rounded up. */
 typedef struct hcp_comm_time {
@@ -869,7 +868,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  *
  * HCP_INVALID for a rank whose group has fewer than 2 ranks. */
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_heads *heads, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_layer_heads *heads, int64_t stage_rows, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err);
 
 /* Which keys of its sequence a query sees, as in FlashAttention: query i
@@ -915,6 +914,8 @@ typedef struct hcp_mask {
  *                  SENDS, RECEIVES and ARRANGE come to
  *   KEY_OWNERS     (peer, rows): the ranks that keys come from, this one among
  *                  them, with the number of their local rows
+ *   CALLERS        (peer): the ranks of the group that have rows, in a group of three or more.
+ *                  They compare their calls with each other: two ranks meet in any exchange
  *
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap.
@@ -969,7 +970,8 @@ typedef struct hcp_mask {
   X(RELAY_RECEIVES, 3)           \
   X(HOME_RELAY_RUNS, 4)          \
   X(HOME_RELAY_SENDS, 3)         \
-  X(HOME_RELAY_RECEIVES, 3)
+  X(HOME_RELAY_RECEIVES, 3)      \
+  X(CALLERS, 1)
 
 enum {
 #define HCP_SCHEDULE_ENUM(name, width) HCP_SCHEDULE_##name,
@@ -977,6 +979,40 @@ enum {
 #undef HCP_SCHEDULE_ENUM
       HCP_SCHEDULE_SECTION_COUNT
 };
+
+/* What a schedule says of itself, since its words may be all that a program has of it:
+ *
+ *   serial       a number that names it in its process
+ *   transport    what its rows travel by, as a number of the caller's
+ *   plan         a checksum of the plan, the same on all ranks
+ *   step         the step's number among those of the domain
+ *   micro_batch
+ *   rank
+ *   mask         the plan's mask, -1 in a plan without
+ *   head_chunks  chunks in which heads are computed, one after the other
+ *   in_place     1: ranks read keys where their owners hold them; 0: owners send them */
+#define HCP_SCHEDULE_HEADER(X) \
+  X(serial)                    \
+  X(transport)                 \
+  X(plan)                      \
+  X(step)                      \
+  X(micro_batch)               \
+  X(rank)                      \
+  X(mask)                      \
+  X(head_chunks)               \
+  X(in_place)
+
+/* The first words of a schedule. */
+typedef struct hcp_schedule_header {
+#define HCP_SCHEDULE_FIELD(name) int64_t name;
+  HCP_SCHEDULE_HEADER(HCP_SCHEDULE_FIELD)
+#undef HCP_SCHEDULE_FIELD
+} hcp_schedule_header;
+
+enum { HCP_SCHEDULE_HEADER_WORDS = sizeof(hcp_schedule_header) / sizeof(int64_t) };
+
+/* Write the header of a schedule that nobody else has yet. */
+void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header);
 
 /* Parts of HOME_RELAY_RUNS. */
 enum { HCP_RELAYED_RECEIVED, HCP_RELAYED_SENT };
