@@ -87,31 +87,22 @@ typedef struct hcp__piece {
   int64_t start, rows;
 } hcp__piece;
 
-/* A sequence in 2 * degree chunks, of which places take one from each end. */
-typedef struct hcp__zigzag {
-  int64_t chunks, each, rest; /* tokens of a chunk, and those that are left over */
-} hcp__zigzag;
-
-static inline hcp__zigzag hcp__zigzag_of(int64_t length, int32_t degree) {
-  int64_t chunks = 2 * (int64_t)degree;
-  return (hcp__zigzag){chunks, length / chunks, length % chunks};
-}
-
-/* The first token of chunk k, for 0 <= k <= chunks. */
-static inline int64_t hcp__zigzag_start(const hcp__zigzag *of, int64_t k) {
-  return of->each * k + (of->rest == 0 ? 0 : of->rest * k / of->chunks);
-}
-
-/* The chunk that has a token of a sequence. */
-int64_t hcp__zigzag_chunk(const hcp__zigzag *of, int64_t length, int64_t token);
-
-/* What `count` places from the first one on hold: at most two pieces in token order, none empty,
- * joined when they touch. Returns how many. */
-int32_t hcp__zigzag_pieces(const hcp__zigzag *of, int32_t first, int32_t count,
-                           hcp__piece pieces[2]);
-
-/* The first token of chunk k of 2 * degree, and what rank j of degree holds of a sequence. */
+/* The first token of chunk k of 2 * degree, for 0 <= k <= 2 * degree. */
 int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
+
+/* Two chunks as at most two pieces in token order, none empty, joined when they touch. Returns how
+ * many. */
+static inline int32_t hcp__pieces_between(int64_t front, int64_t front_end, int64_t back,
+                                          int64_t back_end, hcp__piece pieces[2]) {
+  int32_t n = 0;
+  if (front_end == back) back = front, front_end = front;
+  if (front_end > front) pieces[n++] = (hcp__piece){front, front_end - front};
+  if (back_end > back) pieces[n++] = (hcp__piece){back, back_end - back};
+  return n;
+}
+
+/* What rank j of degree holds of a sequence: at most two pieces in token order,
+ * none empty, joined when they touch. Returns how many. */
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]);
 
 /* Rows of rank j that are tokens before end, which is all of hcp_rows_held or less. They come first

@@ -25,33 +25,17 @@ int64_t hcp_rows_held(int64_t length, int32_t degree, int32_t j) {
   return hcp__rows_before(length, degree, j, length);
 }
 
-int64_t hcp__zigzag_chunk(const hcp__zigzag *of, int64_t length, int64_t token) {
-  int64_t k = token * of->chunks / length; /* or one after it, as starts are rounded down */
-  while (hcp__zigzag_start(of, k + 1) <= token) k++;
-  return k;
-}
-
-int32_t hcp__zigzag_pieces(const hcp__zigzag *of, int32_t first, int32_t count,
-                           hcp__piece pieces[2]) {
-  int64_t mirrored = of->chunks - first - count;
-  int64_t front = hcp__zigzag_start(of, first), front_end = hcp__zigzag_start(of, first + count);
-  int64_t back = hcp__zigzag_start(of, mirrored),
-          back_end = hcp__zigzag_start(of, mirrored + count);
-  int32_t n = 0;
-  if (front_end == back) back = front, front_end = front;
-  if (front_end > front) pieces[n++] = (hcp__piece){front, front_end - front};
-  if (back_end > back) pieces[n++] = (hcp__piece){back, back_end - back};
-  return n;
-}
-
 int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k) {
-  hcp__zigzag of = hcp__zigzag_of(length, degree);
-  return hcp__zigzag_start(&of, k);
+  int64_t chunks = 2 * (int64_t)degree;
+  return length / chunks * k + length % chunks * k / chunks;
 }
 
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]) {
-  hcp__zigzag of = hcp__zigzag_of(length, degree);
-  return hcp__zigzag_pieces(&of, j, 1, pieces);
+  int64_t mirrored = 2 * (int64_t)degree - 1 - j;
+  return hcp__pieces_between(hcp__chunk_start(length, degree, j),
+                             hcp__chunk_start(length, degree, j + 1),
+                             hcp__chunk_start(length, degree, mirrored),
+                             hcp__chunk_start(length, degree, mirrored + 1), pieces);
 }
 
 int32_t hcp__held(const hcp_plan *plan, const hcp_group *group, int32_t index, int32_t j,

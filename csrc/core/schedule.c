@@ -19,23 +19,23 @@
 
 #include "view.h"
 
-/* Scratch lists after the sections.
+/* Scratch lists after the view's.
  *   HEAD_ROWS  (wire row, row, rows): the rows that came for heads
  *   KEYS       (token, rows, key row): of a stage and a sequence, joined */
-enum { HEAD_ROWS = HCP_SCHEDULE_SECTION_COUNT, KEYS, LIST_COUNT };
+enum { HEAD_ROWS = HCP__VIEW_END, KEYS, LIST_COUNT };
 _Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,
     HCP_SCHEDULE_SECTIONS(WIDTH)
 #undef WIDTH
-        3,
-    3};
+        6,
+    2, 3, 3};
 
 typedef struct builder {
   hcp__view view;
-  int32_t inner; /* neighbours that exchange heads, 1: none       */
-  int32_t lane;  /* this rank among the neighbours that its place has */
+  int32_t inner; /* neighbours that exchange heads, 1: none           */
+  int32_t lane;  /* this rank among the neighbours that have its place */
   int64_t stage_rows;
   hcp__lists lists;
   hcp__seen seen, of_node; /* scratch: what a reader sees, and what its node does           */
@@ -129,6 +129,14 @@ static void append_pull(builder *b, int64_t key_row, const hcp__rows *seen) {
 /* Records of ENTRIES: (query_row, query_rows, key_row, key_rows, low, high). */
 static int is_full(const int64_t *x) { return x[4] <= 1 - x[1] && x[5] >= x[3] - 1; }
 
+static int64_t entry_count(const builder *b) {
+  return b->lists.list[HCP_SCHEDULE_ENTRIES].count / 6;
+}
+
+static const int64_t *entry_at(const builder *b, int64_t i) {
+  return b->lists.list[HCP_SCHEDULE_ENTRIES].words + 6 * i;
+}
+
 /* Whether the entry goes on with the keys, or the queries, of the last one. */
 static int join(int64_t *last, const int64_t *next) {
   if (!is_full(last) || !is_full(next)) return 0;
@@ -165,7 +173,7 @@ static void append_entry(builder *b, const hcp_slice *x, int64_t query_row, int6
                            hcp__most(x->low - ahead, 1 - queries),
                            hcp__least(x->high - ahead, keys - 1)};
   hcp__append(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
-  while (!b->lists.failed && hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES) >= first + 2)
+  while (!b->lists.failed && entry_count(b) >= first + 2)
     if (!join_last(b)) return;
 }
 
@@ -173,17 +181,16 @@ static void append_entry(builder *b, const hcp_slice *x, int64_t query_row, int6
 static void append_piece(builder *b, int32_t s, const hcp__piece *piece, int64_t query_row,
                          int64_t first) {
   int64_t start = piece->start, end = start + piece->rows;
-  int64_t slices = hcp__slice_count(&b->view, s), records = hcp__records(&b->lists, KEYS);
+  int64_t slices = hcp__slice_count(&b->view, s);
+  const hcp__list *keys = &b->lists.list[KEYS];
   for (int64_t i = 0; i < slices; i++) {
     hcp_slice whole = hcp__slice_at(&b->view, s, i);
     if (whole.query_begin >= end) break; /* slices ascend by their queries */
     if (whole.query_end <= start) continue;
-    for (int64_t k = 0; k < records; k++) {
-      const int64_t *keys = hcp__record(&b->lists, KEYS, k);
+    for (const int64_t *k = keys->words; k < keys->words + keys->count; k += 3) {
       hcp_slice x = whole;
-      if (hcp__narrow(&x, start, end, keys[0], keys[0] + keys[1]))
-        append_entry(b, &x, query_row + x.query_begin - start, keys[2] + x.key_begin - keys[0],
-                     first);
+      if (hcp__narrow(&x, start, end, k[0], k[0] + k[1]))
+        append_entry(b, &x, query_row + x.query_begin - start, k[2] + x.key_begin - k[0], first);
     }
   }
 }
@@ -194,23 +201,23 @@ static void append_entries(builder *b, int32_t s, int64_t query_row) {
   hcp__piece own[2];
   const hcp__piece *pieces;
   int32_t n = hcp__pieces_of(&b->view, s, b->view.j, own, &pieces);
-  int64_t first = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), last = first;
+  int64_t first = entry_count(b), last = first;
   for (int32_t p = 0; p < n; p++) {
-    last = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+    last = entry_count(b);
     append_piece(b, s, &pieces[p], query_row, has_masks(b) ? first : last);
     query_row += pieces[p].rows;
   }
-  int each_made_one =
-      last == first + 1 && hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES) == last + 1;
+  int each_made_one = last == first + 1 && entry_count(b) == last + 1;
   if (each_made_one && !has_masks(b)) join_last(b);
 }
 
 static void clear_keys(builder *b) { b->lists.list[KEYS].count = 0; }
 
 static void append_keys(builder *b, int64_t token, int64_t rows, int64_t key_row) {
-  int64_t n = hcp__records(&b->lists, KEYS), *words = b->lists.list[KEYS].words;
-  if (n > 0 && words[3 * n - 3] + words[3 * n - 2] == token)
-    words[3 * n - 2] += rows;
+  const hcp__list *list = &b->lists.list[KEYS];
+  int64_t *end = list->words + list->count;
+  if (list->count > 0 && end[-3] + end[-2] == token)
+    end[-2] += rows;
   else
     hcp__append(&b->lists, KEYS, (const int64_t[]){token, rows, key_row});
 }
@@ -245,7 +252,7 @@ static int keep_their_bands(const builder *b, int32_t s) {
 }
 
 static void local_entries(builder *b, int32_t s, int64_t row, int64_t rows) {
-  int64_t first = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  int64_t first = entry_count(b);
   if (keep_their_bands(b, s)) {
     for (int64_t i = 0; i < hcp__slice_count(&b->view, s); i++) {
       hcp_slice x = hcp__slice_at(&b->view, s, i);
@@ -270,14 +277,13 @@ static void padding_entry(builder *b, int64_t row, int64_t rows) {
   int64_t left = has_masks(b) ? rows : b->view.limits.left;
   int64_t right = has_masks(b) ? rows : b->view.limits.right;
   if (rows > 0)
-    append_entry(b, &(hcp_slice){0, rows, 0, rows, -left, right}, row, row,
-                 hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES));
+    append_entry(b, &(hcp_slice){0, rows, 0, rows, -left, right}, row, row, entry_count(b));
 }
 
 /* The gradients of the keys of all entries, as parts of local rows. */
 static void append_local_runs(builder *b) {
-  for (int64_t e = 0; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
-    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
+  for (int64_t e = 0; e < entry_count(b); e++) {
+    const int64_t *made = entry_at(b, e);
     hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS, (const int64_t[]){made[2], made[3], e, 0});
   }
 }
@@ -414,12 +420,12 @@ static void find_ring_keys(builder *b, int32_t s, int32_t owner, int64_t key_row
 /* Queries against the rows of `owner` that this node sees, and the way home of their gradients.
  * Returns the key row after them. */
 static int64_t ring_sequence(builder *b, int32_t s, int32_t owner, int64_t key_row) {
-  int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  int64_t entry = entry_count(b);
   int64_t rows = hcp__find_rows(&b->view, s, owner, b->view.j, &b->seen);
   find_ring_keys(b, s, owner, key_row);
   append_entries(b, s, b->base[b->view.j]);
-  for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
-    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
+  for (int64_t end = entry_count(b); entry < end; entry++) {
+    const int64_t *made = entry_at(b, entry);
     int64_t row = hcp__row_at(&b->of_node, made[2] - key_row);
     hcp__append(
         &b->lists, HCP_SCHEDULE_HOME_RUNS,
@@ -599,8 +605,8 @@ static void place_keys(builder *b, int32_t s, const hcp__rows *seen, int64_t key
   int64_t *home = &b->home[seen->owner];
   append_joined(b, HCP_SCHEDULE_ARRANGE, key_row == 0, next_on_wire(b, s, seen), seen->rows);
   append_pull(b, key_row, seen);
-  for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
-    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
+  for (; entry < entry_count(b); entry++) {
+    const int64_t *made = entry_at(b, entry);
     int64_t begin = hcp__most(key_row, made[2]),
             end = hcp__least(key_row + seen->rows, made[2] + made[3]);
     if (begin < end)
@@ -612,7 +618,7 @@ static void place_keys(builder *b, int32_t s, const hcp__rows *seen, int64_t key
 
 /* Entries of one sequence, and the way of its keys. Returns the key row after them. */
 static int64_t stage_sequence(builder *b, const stage *x, int32_t s, int64_t key_row) {
-  int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), row = key_row;
+  int64_t entry = entry_count(b), row = key_row;
   hcp__find_keys(&b->view, s, x->owners.begin, x->owners.end, &b->seen);
   clear_keys(b);
   for (int64_t i = 0; i < b->seen.count; i++) {
@@ -718,27 +724,31 @@ static int64_t exchange_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
   return row + rows;
 }
 
-/* The place's rows of a sequence, from row on: those of neighbour after neighbour
- * from its early chunk on, then back again. Returns the row after them. */
-static int64_t exchange_zigzag(builder *b, int32_t s, int64_t row) {
-  int32_t ranks = b->view.group->degree;
-  hcp__zigzag of = hcp__zigzag_of(b->view.sequences[s].length, ranks);
-  for (int32_t i = 0; i < 2 * b->inner; i++) {
-    int32_t m = i < b->inner ? i : 2 * b->inner - 1 - i;
-    int32_t chunk = b->view.j * b->inner + m;
-    if (i >= b->inner) chunk = 2 * ranks - 1 - chunk;
-    row =
-        exchange_rows(b, m, row, hcp__zigzag_start(&of, chunk + 1) - hcp__zigzag_start(&of, chunk));
+/* The place's next rows are those of neighbour after neighbour, in chunks from this one on. Returns
+ * the row after them. */
+static int64_t exchange_chunks(builder *b, int32_t s, int64_t chunk, int32_t descending,
+                               int64_t row) {
+  int64_t length = b->view.sequences[s].length;
+  int64_t start = hcp__chunk_start(length, b->view.group->degree, chunk);
+  for (int32_t i = 0; i < b->inner; i++) {
+    int64_t end = hcp__chunk_start(length, b->view.group->degree, chunk + i + 1);
+    row = exchange_rows(b, descending ? b->inner - 1 - i : i, row, end - start);
+    start = end;
   }
   return row;
 }
 
-/* Under masks all ranks are neighbours. */
+/* The place's rows of a sequence, from row on. Under masks all ranks are neighbours, and hold what
+ * these cut. Returns the row after them. */
 static int64_t exchange_sequence(builder *b, int32_t s, int64_t row) {
   const hcp_plan *plan = b->view.plan;
   int32_t sequence = plan->sequences[b->view.group->first_sequence + s];
   const hcp__cut *cut = plan->cuts == NULL ? NULL : plan->cuts[sequence];
-  if (cut == NULL) return exchange_zigzag(b, s, row);
+  if (cut == NULL) {
+    int64_t chunk = (int64_t)b->view.j * b->inner, chunks = 2 * (int64_t)b->view.group->degree;
+    row = exchange_chunks(b, s, chunk, 0, row);
+    return exchange_chunks(b, s, chunks - chunk - b->inner, 1, row);
+  }
   for (int32_t c = 0; c < cut->count; c++)
     row = exchange_rows(b, cut->chunks[c].place, row, cut->chunks[c].rows);
   return row;
@@ -760,8 +770,8 @@ static void exchange_heads(builder *b) {
 /* ---- the table ---- */
 
 static void append_output_runs(builder *b) {
-  for (int64_t e = 0; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
-    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
+  for (int64_t e = 0; e < entry_count(b); e++) {
+    const int64_t *made = entry_at(b, e);
     hcp__append(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS, (const int64_t[]){made[0], made[1], e, 0});
   }
 }
@@ -769,7 +779,7 @@ static void append_output_runs(builder *b) {
 static void stages(builder *b, hcp_comm_type comm_type) {
   if (comm_type == HCP_COMM_A2A || comm_type == HCP_COMM_A2A_P2P) exchange_heads(b);
   local_stage(b);
-  int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  int64_t local_entry_count = entry_count(b);
   if (b->view.degree > 1) {
     find_homes(b);
     relay_homes(b);
@@ -800,7 +810,6 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
       hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
                   (const int64_t[]){peer_of(b, k), place_rows(b, k)});
     hcp__append_callers(&b->lists, b->view.plan, b->view.group);
-    b->lists.failed |= b->view.lists.failed;
   }
   hcp__view_close(&b->view);
   free(b->seen.list);
@@ -886,6 +895,7 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
   if (stage_rows < 1)
     return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
   builder b = {.stage_rows = stage_rows};
+  b.view.lists = &b.lists;
   b.view.plan = plan;
   b.view.group = hcp__group_of(plan, micro_batch, rank);
   b.view.limits = (hcp_mask){limit_of(mask->left), limit_of(mask->right), mask->index};

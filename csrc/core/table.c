@@ -125,7 +125,7 @@ static int64_t cut_after(const int64_t *cuts, int64_t n, int64_t row) {
 void hcp__align_runs(hcp__lists *lists, int32_t section) {
   hcp__list raw = lists->list[section];
   int64_t n = 0, *cuts = NULL;
-  if (lists->failed || raw.count == 0) return;
+  if (lists->failed || raw.count <= raw.width) return; /* one record is its own run */
   cuts = cuts_of(&raw, &n);
   if (cuts == NULL) {
     lists->failed = 1;

@@ -9,12 +9,6 @@
 
 #include <stdlib.h>
 
-/* SLICES  an hcp_slice: of a sequence, under the layer's limits
- * NEEDS   (first token, end): what a reader sees of a sequence */
-enum { SLICES, NEEDS, LIST_COUNT };
-
-static const int32_t widths[LIST_COUNT] = {6, 2};
-
 static int32_t sequence_of(const hcp__view *v, int32_t s) {
   return v->plan->sequences[v->group->first_sequence + s];
 }
@@ -22,13 +16,23 @@ static int32_t sequence_of(const hcp__view *v, int32_t s) {
 /* Who sees keys: each place and, of several nodes, each as a whole. */
 static int64_t readers_of(const hcp__view *v) { return v->degree + (v->nodes > 1 ? v->nodes : 0); }
 
+static int64_t chunks_of(const hcp__view *v) { return 2 * (int64_t)v->degree; }
+
 /* ---- pieces ---- */
+
+/* What `count` places from the first one on hold under zigzag. */
+static int32_t zigzag_of(const hcp__view *v, int32_t s, int32_t first, int32_t count,
+                         hcp__piece pieces[2]) {
+  const int64_t *front = v->sequences[s].starts + first;
+  const int64_t *back_end = v->sequences[s].starts + chunks_of(v) - first;
+  return hcp__pieces_between(front[0], front[count], back_end[-count], back_end[0], pieces);
+}
 
 int32_t hcp__pieces_of(const hcp__view *v, int32_t s, int32_t k, hcp__piece own[2],
                        const hcp__piece **pieces) {
   const hcp__cut *cut = v->sequences[s].cut;
   *pieces = own;
-  if (cut == NULL) return hcp__zigzag_pieces(&v->sequences[s].zigzag, k, 1, own);
+  if (cut == NULL) return zigzag_of(v, s, k, 1, own);
   *pieces = cut->pieces + cut->first[k];
   return cut->first[k + 1] - cut->first[k];
 }
@@ -56,7 +60,7 @@ int64_t hcp__slice_count(const hcp__view *v, int32_t s) {
 hcp_slice hcp__slice_at(const hcp__view *v, int32_t s, int64_t i) {
   int64_t length = v->sequences[s].length;
   if (v->masks == NULL) return (hcp_slice){0, length, 0, length, -v->limits.left, v->limits.right};
-  const int64_t *x = hcp__record(&v->lists, SLICES, v->slices[s] + i);
+  const int64_t *x = hcp__record(v->lists, HCP__SLICES, v->slices[s] + i);
   return (hcp_slice){x[0], x[1], x[2], x[3], x[4], x[5]};
 }
 
@@ -119,7 +123,7 @@ static void append_limited(hcp__view *v, hcp_slice x, const runs *of, int64_t qu
   x.high = hcp__least(x.high, v->limits.right - shift);
   if (hcp__narrow(&x, q->token, run_end(of, queries), k->token, run_end(of, keys)))
     hcp__append(
-        &v->lists, SLICES,
+        v->lists, HCP__SLICES,
         (const int64_t[]){x.query_begin, x.query_end, x.key_begin, x.key_end, x.low, x.high});
 }
 
@@ -147,14 +151,15 @@ static void find_slices(hcp__view *v) {
   for (int32_t s = 0; s < v->group->sequences; s++) {
     int32_t sequence = sequence_of(v, s);
     runs of = runs_of(v, s);
-    int64_t first = v->slices[s] = hcp__records(&v->lists, SLICES);
+    int64_t first = v->slices[s] = hcp__records(v->lists, HCP__SLICES);
     for (int64_t i = v->masks->first[sequence]; i < v->masks->first[sequence + 1]; i++)
       append_slices(v, &v->masks->slices[i], &of);
-    int64_t count = hcp__records(&v->lists, SLICES) - first;
+    int64_t count = hcp__records(v->lists, HCP__SLICES) - first;
     if (count > 1)
-      qsort(v->lists.list[SLICES].words + 6 * first, (size_t)count, 6 * sizeof(int64_t), by_corner);
+      qsort(v->lists->list[HCP__SLICES].words + 6 * first, (size_t)count, 6 * sizeof(int64_t),
+            by_corner);
   }
-  v->slices[v->group->sequences] = hcp__records(&v->lists, SLICES);
+  v->slices[v->group->sequences] = hcp__records(v->lists, HCP__SLICES);
 }
 
 /* ---- needs ---- */
@@ -193,13 +198,13 @@ static void append_needs(hcp__view *v, int32_t s, int32_t k) {
       hcp_slice x = hcp__slice_at(v, s, i);
       if (x.query_begin >= pieces[p].start + pieces[p].rows) break;
       if (hcp__narrow(&x, pieces[p].start, pieces[p].start + pieces[p].rows, 0, length))
-        hcp__append(&v->lists, NEEDS, (const int64_t[]){x.key_begin, x.key_end});
+        hcp__append(v->lists, HCP__NEEDS, (const int64_t[]){x.key_begin, x.key_end});
     }
 }
 
 static void find_needs(hcp__view *v, int32_t s, int32_t reader) {
-  hcp__list *list = &v->lists.list[NEEDS];
-  int64_t first = hcp__records(&v->lists, NEEDS);
+  hcp__list *list = &v->lists->list[HCP__NEEDS];
+  int64_t first = hcp__records(v->lists, HCP__NEEDS);
   int32_t begin = reader, end = reader + 1;
   if (reader >= v->degree) {
     begin = hcp__place_at(v, reader - v->degree, 0);
@@ -207,8 +212,8 @@ static void find_needs(hcp__view *v, int32_t s, int32_t reader) {
   }
   v->needs[s * readers_of(v) + reader] = first;
   for (int32_t k = begin; k < end; k++) append_needs(v, s, k);
-  int64_t count = hcp__records(&v->lists, NEEDS) - first;
-  if (v->lists.failed || count == 0) return;
+  int64_t count = hcp__records(v->lists, HCP__NEEDS) - first;
+  if (v->lists->failed || count == 0) return;
   need *found = (need *)(list->words + 2 * first);
   qsort(found, (size_t)count, sizeof *found, by_begin);
   list->count = 2 * (first + join_needs(found, count));
@@ -217,7 +222,7 @@ static void find_needs(hcp__view *v, int32_t s, int32_t reader) {
 static void find_all_needs(hcp__view *v) {
   for (int32_t s = 0; s < v->group->sequences; s++)
     for (int32_t k = 0; k < readers_of(v); k++) find_needs(v, s, k);
-  v->needs[v->group->sequences * readers_of(v)] = hcp__records(&v->lists, NEEDS);
+  v->needs[v->group->sequences * readers_of(v)] = hcp__records(v->lists, HCP__NEEDS);
 }
 
 /* What a reader needs of a sequence; *needs is own where that has a closed form. */
@@ -226,13 +231,13 @@ static int64_t needs_of(const hcp__view *v, int32_t s, int32_t reader, need own[
   const hcp__sequence *of = &v->sequences[s];
   if (v->masks != NULL) {
     const int64_t *first = &v->needs[s * readers_of(v) + reader];
-    *needs = (const need *)hcp__record(&v->lists, NEEDS, first[0]);
+    *needs = (const need *)hcp__record(v->lists, HCP__NEEDS, first[0]);
     return first[1] - first[0];
   }
   hcp__piece queries[2];
   int32_t whole = reader >= v->degree; /* a node holds what its places do */
-  int32_t n = hcp__zigzag_pieces(&of->zigzag, whole ? (reader - v->degree) * v->seats : reader,
-                                 whole ? v->seats : 1, queries);
+  int32_t n = zigzag_of(v, s, whole ? (reader - v->degree) * v->seats : reader,
+                        whole ? v->seats : 1, queries);
   for (int32_t q = 0; q < n; q++) {
     own[q][0] = hcp__most(0, queries[q].start - v->limits.left);
     own[q][1] = hcp__least(of->length, queries[q].start + queries[q].rows + v->limits.right);
@@ -255,7 +260,7 @@ static int grow(hcp__seen *seen) {
 static void add(hcp__view *v, hcp__seen *seen, int64_t token, int64_t rows, int64_t owner,
                 int64_t row) {
   if (seen->count == seen->room && !grow(seen))
-    v->lists.failed = 1;
+    v->lists->failed = 1;
   else
     seen->list[seen->count++] = (hcp__rows){token, rows, owner, row};
 }
@@ -280,7 +285,7 @@ static void add_tokens(hcp__view *v, int32_t s, int32_t owner, int32_t reader, h
 
 void hcp__find_tokens(hcp__view *v, int32_t s, int32_t owner, int32_t reader, hcp__seen *seen) {
   seen->count = 0;
-  if (!v->lists.failed) add_tokens(v, s, owner, reader, seen);
+  if (!v->lists->failed) add_tokens(v, s, owner, reader, seen);
 }
 
 void hcp__join_rows(hcp__seen *seen) {
@@ -306,26 +311,37 @@ static int by_token(const void *a, const void *b) {
   return (x->token > y->token) - (x->token < y->token);
 }
 
+/* The chunk that has a token. */
+static int64_t chunk_at(const hcp__view *v, int32_t s, int64_t token) {
+  const int64_t *starts = v->sequences[s].starts;
+  int64_t low = 0, high = chunks_of(v) - 1;
+  while (low < high) { /* the last chunk that starts at or before the token */
+    int64_t middle = low + (high - low + 1) / 2;
+    if (starts[middle] <= token)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
 /* Tokens that other places hold, chunk after chunk. */
 static void add_chunks(hcp__view *v, int32_t s, const need tokens, hcp__seen *seen) {
-  const hcp__zigzag *zigzag = &v->sequences[s].zigzag;
-  int64_t begin = tokens[0];
-  for (int64_t c = hcp__zigzag_chunk(zigzag, v->sequences[s].length, begin); begin < tokens[1];
-       c++) {
-    int64_t start = hcp__zigzag_start(zigzag, c), owner = hcp__least(c, 2 * v->degree - 1 - c);
-    int64_t end = hcp__least(tokens[1], hcp__zigzag_start(zigzag, c + 1));
-    int64_t before =
-        c < v->degree ? 0 : hcp__zigzag_start(zigzag, owner + 1) - hcp__zigzag_start(zigzag, owner);
+  const int64_t *starts = v->sequences[s].starts;
+  int64_t begin = tokens[0], chunks = chunks_of(v);
+  for (int64_t c = chunk_at(v, s, begin); begin < tokens[1]; c++) {
+    int64_t owner = hcp__least(c, chunks - 1 - c), end = hcp__least(tokens[1], starts[c + 1]);
+    int64_t before = owner == c ? 0 : starts[owner + 1] - starts[owner];
     if (begin < end && owner != v->j)
-      add(v, seen, begin, end - begin, owner, before + begin - start);
+      add(v, seen, begin, end - begin, owner, before + begin - starts[c]);
     begin = end;
   }
 }
 
 void hcp__find_keys(hcp__view *v, int32_t s, int32_t begin, int32_t end, hcp__seen *seen) {
   seen->count = 0;
-  if (v->lists.failed) return;
-  if (v->masks == NULL && begin == 0 && end == v->degree) {
+  if (v->lists->failed) return;
+  if (v->masks == NULL) {
     need needed[2];
     const need *needs;
     int64_t count = needs_of(v, s, v->j, needed, &needs);
@@ -358,13 +374,28 @@ int64_t hcp__row_at(const hcp__seen *seen, int64_t place) {
 
 /* ---- the value ---- */
 
+/* Where the chunks of a sequence start, as hcp__chunk_start has it. */
+static void find_starts(int64_t length, int64_t chunks, int64_t *starts) {
+  int64_t each = length / chunks, rest = length % chunks, start = 0, over = 0;
+  for (int64_t k = 0; k <= chunks; k++) {
+    starts[k] = start;
+    start += each;
+    over += rest;
+    if (over < chunks) continue;
+    over -= chunks;
+    start++;
+  }
+}
+
 /* Places hold what masks cut, unless one place has everything. */
-static int make_cuts(hcp__view *v) {
+static int make_cuts(hcp__view *v, int64_t *starts) {
   for (int32_t s = 0; s < v->group->sequences; s++) {
     hcp__sequence *of = &v->sequences[s];
     const hcp__cut *cut = v->masks == NULL ? NULL : v->plan->cuts[sequence_of(v, s)];
     of->length = v->plan->lengths[sequence_of(v, s)];
-    of->zigzag = hcp__zigzag_of(of->length, v->degree);
+    of->starts = starts;
+    find_starts(of->length, chunks_of(v), starts);
+    starts += chunks_of(v) + 1;
     if (cut == NULL || v->degree == 1) continue;
     of->cut = hcp__cut_create(cut->chunks, cut->count, v->degree); /* without documents' borders */
     if (of->cut == NULL) return 0;
@@ -372,15 +403,15 @@ static int make_cuts(hcp__view *v) {
   return 1;
 }
 
+/* One allocation: the sequences, then the arrays. */
 hcp_status hcp__view_open(hcp__view *v, hcp_error *err) {
-  size_t sequences = (size_t)v->group->sequences, readers = (size_t)readers_of(v);
-  size_t firsts = v->masks == NULL ? 0 : sequences + 1 + sequences * readers + 1;
-  hcp__lists_init(&v->lists, widths, LIST_COUNT);
-  v->sequences = calloc(1, sequences * sizeof *v->sequences + firsts * sizeof *v->needs);
-  if (v->sequences == NULL || !make_cuts(v))
+  size_t sequences = (size_t)v->group->sequences, starts = sequences * (size_t)(chunks_of(v) + 1);
+  size_t firsts = v->masks == NULL ? 0 : sequences + 1 + sequences * (size_t)readers_of(v) + 1;
+  v->sequences = calloc(1, sequences * sizeof *v->sequences + (starts + firsts) * sizeof(int64_t));
+  if (v->sequences == NULL || !make_cuts(v, (int64_t *)(v->sequences + sequences)))
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
   if (v->masks == NULL) return HCP_OK;
-  v->slices = (int64_t *)(v->sequences + sequences);
+  v->slices = (int64_t *)(v->sequences + sequences) + starts;
   v->needs = v->slices + sequences + 1;
   find_slices(v);
   if (v->degree > 1) find_all_needs(v);
@@ -391,5 +422,4 @@ void hcp__view_close(hcp__view *v) {
   for (int32_t s = 0; v->sequences != NULL && s < v->group->sequences; s++)
     free(v->sequences[s].cut);
   free(v->sequences);
-  hcp__lists_release(&v->lists);
 }

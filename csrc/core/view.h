@@ -8,10 +8,15 @@
 
 #include "internal.h"
 
+/* The view's lists, after the sections.
+ *   SLICES  an hcp_slice: of a sequence, under the layer's limits
+ *   NEEDS   (first token, end): what a reader sees of a sequence */
+enum { HCP__SLICES = HCP_SCHEDULE_SECTION_COUNT, HCP__NEEDS, HCP__VIEW_END };
+
 typedef struct hcp__sequence {
   int64_t length;
-  hcp__zigzag zigzag;
-  hcp__cut *cut; /* NULL: places hold what the zigzag gives them */
+  const int64_t *starts; /* 2 * degree + 1: of each chunk                    */
+  hcp__cut *cut;         /* NULL: each place holds a chunk from either end   */
 } hcp__sequence;
 
 typedef struct hcp__view {
@@ -24,8 +29,8 @@ typedef struct hcp__view {
   int32_t seats;          /* places of a node; all, if borders do not count */
   int32_t nodes;          /* of the group: degree / seats                   */
   hcp__sequence *sequences;
-  hcp__lists lists;       /* with masks: slices under the limits, and what each reader needs */
   int64_t *slices, *needs; /* where those of each sequence, or reader, begin */
+  hcp__lists *lists;       /* of the schedule; with masks, two of them are the view's */
 } hcp__view;
 
 /* Consecutive tokens that consecutive rows of their owner hold. */
@@ -40,7 +45,7 @@ typedef struct hcp__seen {
   int64_t count, room;
 } hcp__seen;
 
-/* Opens a view whose members up to nodes are set. */
+/* Opens a view whose members but for the arrays are set. */
 hcp_status hcp__view_open(hcp__view *v, hcp_error *err);
 void hcp__view_close(hcp__view *v);
 
@@ -78,13 +83,14 @@ int hcp__narrow(hcp_slice *x, int64_t query_begin, int64_t query_end, int64_t ke
 
 /* ---- rows that a reader sees ---- */
 
-/* Of one owner. Tokens of one record lie together, so that two may be of adjacent rows. */
+/* Of one owner. Two records of adjacent rows have tokens that lie apart. */
 void hcp__find_tokens(hcp__view *v, int32_t s, int32_t owner, int32_t reader, hcp__seen *seen);
 /* Makes one record of adjacent rows. */
 void hcp__join_rows(hcp__seen *seen);
 /* Of one owner, joined in a plan without masks. Returns how many rows. */
 int64_t hcp__find_rows(hcp__view *v, int32_t s, int32_t owner, int32_t reader, hcp__seen *seen);
-/* What this rank sees of the places from begin on up to end, but for itself. */
+/* What this rank sees of the places from begin on up to end, but for itself: of all of them in a
+ * plan without masks, whose records are parts of chunks. */
 void hcp__find_keys(hcp__view *v, int32_t s, int32_t begin, int32_t end, hcp__seen *seen);
 
 int64_t hcp__count_rows(const hcp__seen *seen);
