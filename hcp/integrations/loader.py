@@ -35,16 +35,11 @@ from hcp.planning.mask import MasksFor
 from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
-from hcp.step.ahead import Read, planned_steps
+from hcp.step.ahead import Read
 from hcp.step.config import NO_WINDOW, Config
-from hcp.step.dispatch import (
-    Passage,
-    Step,
-    dispatch,
-    gather_lengths,
-    gather_or_raise,
-)
+from hcp.step.dispatch import Passage, Step, gather_lengths, gather_or_raise
 from hcp.step.fields import Given, Rules, tokens_of
+from hcp.step.planner import StepPlanner
 
 _log = logging.getLogger("hcp")
 
@@ -261,42 +256,29 @@ class DynamicCPCollator:
         """`model`: decides `config.sync` if that is "auto", when the first batch is planned.
         `alignment`: the rows of every rank are a multiple of it. `masks`: gives the masks of
         sequences of these lengths. `fields`: see `hcp.dispatch`."""
-        self.masks, self.fields = masks, fields
-        self.config, self.groups, self.cost = config, groups, cost
-        self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
-        self.alignment = alignment
-        self._barrier = Barrier(config, model)
-        config.validate(ranks=groups.size("dp_cp"))
+        self.config, self.groups, self.to_sample = config, groups, to_sample
+        ranks = groups.size("dp_cp")
+        self.planner = StepPlanner.of(
+            config,
+            ranks,
+            cost=cost,
+            waits=lambda: model is not None and waits_in_layers(model),
+            masks=masks,
+            fields=fields,
+            window_sizes=window_sizes,
+            alignment=alignment,
+        )
+        config.validate(ranks=ranks)
         config.require_backend()
 
     def __call__(self, items: Any) -> Step:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
         rank."""
-        step = self.step_of(self.samples_of(items), Passage.of(self.groups))
-        step.arrive()
-        return step
+        return self.planner.step(self.samples_of(items), self.groups)
 
     def samples_of(self, items: Iterable[Any]) -> Iterator[Given]:
         """Yield the samples of items, as they are read."""
         return (sample for item in items for sample in samples_of(self.to_sample, item))
-
-    def step_of(self, samples: Iterable[Given], passage: Passage) -> Step:
-        """Plan and dispatch this rank's samples of a batch, on any thread."""
-        lengths, sources, own = gather_lengths(samples, passage, fields=self.fields)
-        ranks = self.groups.size("dp_cp")
-        limits: dict[str, Any] = {"sync": self._barrier.sync, "alignment": self.alignment}
-        limits["masks"] = self.masks(lengths) if self.masks else None
-        plan = self.config.plan(lengths, ranks, self.cost, **limits)
-        options = self.config.dispatch_options()
-        return dispatch(
-            plan,
-            own,
-            sources,
-            self.groups,
-            fields=self.fields,
-            passage=passage,
-            **{**options, "window_sizes": (*options["window_sizes"], *self.window_sizes)},
-        )
 
 
 class DynamicCPDataLoader:
@@ -430,11 +412,11 @@ class DynamicCPDataLoader:
                 *(self._epoch, self._next, len(self.batch_sampler)),
             )
         collator = self.collate_fn
-        given = collator.groups, collator.config
+        planner, groups = collator.planner, collator.groups
         steps = (
-            planned_steps(self._shares_of_a_stream(), self._step_of_a_stream, *given)
+            planner.steps(self._shares_of_a_stream(), groups, self._step_of_a_stream)
             if is_stream(self.dataset)
-            else planned_steps(self._shares(), collator.step_of, *given)
+            else planner.steps(self._shares(), groups)
         )
         with contextlib.closing(steps):
             for number, step in enumerate(steps, self._next + 1):
@@ -478,7 +460,8 @@ class DynamicCPDataLoader:
         items = agree_on_batch(passage.transport, number, batch)
         if not items or (self._drop_last and len(items) < self.batch_sampler.batch_size):
             return None
-        return self.collate_fn.step_of(samples, passage)
+        collator = self.collate_fn
+        return collator.planner.step_of(samples, collator.groups, passage)
 
     def _shares(self) -> Iterator[Read[Given]]:
         """Read this rank's share of each batch, in the order of the epoch."""

@@ -129,7 +129,7 @@ class ContextParallelTrainer(Trainer):
                 yield hcp.Read(collator.samples_of(documents_of(*read.batch)))
 
         super_batches = super().batch_generator(data_iterable)
-        steps = hcp.planned_steps(shares(), collator.step_of, self.groups, self.planner)
+        steps = collator.planner.steps(shares(), self.groups)
         with contextlib.closing(steps):
             for self.step_in_use in steps:
                 read = waiting.popleft()

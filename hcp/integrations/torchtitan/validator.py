@@ -14,8 +14,6 @@ from torchtitan.components.validate import Validator
 import hcp
 from hcp.integrations.loader import eval_groups, eval_layout
 from hcp.integrations.torchtitan.batches import collator_of, documents_of, model_inputs
-from hcp.step.dispatch import Passage
-from hcp.step.fields import Given
 
 
 class ContextParallelValidator(Validator):
@@ -52,12 +50,7 @@ class ContextParallelValidator(Validator):
         metrics, loaded = hcp.Metrics(groups), 0
         collator = collator_of(self.planner, groups, alignment=self.alignment)
         shares = (hcp.Read(collator.samples_of(read)) for read in self._documents())
-
-        def make(share: hcp.Read[Given], passage: Passage) -> hcp.Step | None:
-            step = collator.step_of(share, passage)
-            return step if step.plan.lengths else None  # no rank has any documents left
-
-        for step in hcp.planned_steps(shares, make, groups, self.planner):
+        for step in collator.planner.steps(shares, groups, until_empty=True):
             loaded += sum(step.plan.lengths)
             for cp, local in step:
                 tokens, labels, extra = model_inputs(cp, local)

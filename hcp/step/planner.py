@@ -1,0 +1,225 @@
+"""How every trainer's steps are made: lengths gathered, planned, and rows dispatched, in one place.
+
+planner = StepPlanner.of(config, groups.size("dp_cp"), waits=lambda: waits_in_layers(model))
+step = planner.step(samples, groups)             # this rank's samples of one global batch
+for step in planner.steps(shares, groups): ...   # each is made while the one before it trains
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from hcp._ranges import ranged
+from hcp._words import Sync
+from hcp.groups.process_groups import ProcessGroups
+from hcp.planning.ahead import PlanningTime
+from hcp.planning.cost import CostModel
+from hcp.planning.mask import MasksFor
+from hcp.planning.plan import Plan
+from hcp.step.ahead import steps_of
+from hcp.step.config import Config
+from hcp.step.dispatch import (
+    Groups,
+    Passage,
+    Step,
+    dispatch,
+    gather_lengths,
+)
+from hcp.step.fields import Given, Rules, Sample, length_of
+
+Share = TypeVar("Share")
+
+
+class StepPlanner:
+    """Makes the steps of a trainer.
+
+    A step is made in three parts, and every rank of the domain calls each of them: ``gather`` tells
+    all ranks the lengths of the global batch, ``plan`` decides who computes what, and ``dispatch``
+    moves the rows. ``step_of`` is all three. An error of one rank, such as that of a sample which
+    it could not load, is raised on all of them.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[Sequence[int]], Plan],
+        options: Callable[[], Mapping[str, Any]],
+        *,
+        plan_ahead: int = 0,
+        has_rows: bool = True,
+    ) -> None:
+        """``plan``: makes the plan of a global batch from its lengths in tokens, the same on every
+        rank. ``options``: gives the options of :func:`hcp.dispatch`. It is asked once, when a rank
+        makes its first step: where plans are only made, the library of attention may be absent.
+        ``plan_ahead``: how many steps ``steps`` makes while the one before them trains.
+        ``has_rows``: False where the layers of this rank need no tokens, as in a pipeline's middle
+        stages: its samples travel as rows of 0 columns."""
+        self.plan, self._options = plan, options
+        self.plan_ahead, self.has_rows = plan_ahead, has_rows
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        ranks: int,
+        *,
+        cost: CostModel | None = None,
+        waits: Callable[[], bool] | None = None,
+        masks: MasksFor | None = None,
+        fields: Rules | None = None,
+        window_sizes: Sequence[tuple[int, int]] = (),
+        has_rows: bool = True,
+        **limits: Any,
+    ) -> StepPlanner:
+        """Make the planner of a trainer with these options.
+
+        Args:
+            config: the trainer's options; limits, memory, degrees and comm types are among them.
+            ranks: those of the domain, DP x CP.
+            cost: prices of the model's sizes; None: see :func:`hcp.plan`.
+            waits: whether ranks wait for each other inside the layers of the model. Asked once, when
+                the first batch is planned, and decides where ``config.sync`` is "auto". None: they
+                do not.
+            masks: gives the masks of sequences of these lengths, in tokens.
+            fields: the rules of fields that have not one row per token: :func:`hcp.dispatch`.
+            window_sizes: sliding windows in addition to those of ``config``.
+            has_rows: as for a planner that is made directly.
+            **limits: what the job's layout needs, by :func:`hcp.plan`'s names: ``alignment``,
+                ``pipeline_stages``, ``virtual_stages``, ``micro_batch_group``, ``memory``. A
+                ``sync`` that is not None takes the place of ``config.sync`` and of ``waits``.
+
+        Raises:
+            ValueError: from ``plan``, for lengths that the options do not allow.
+            HcpError: from the first step, if the attention backend's library is not installed.
+        """
+        sync = _sync_of(config, limits.pop("sync", None), waits)
+
+        def plan(lengths: Sequence[int]) -> Plan:
+            given = {"sync": sync(), "masks": masks(lengths) if masks else None}
+            return config.plan(lengths, ranks, cost, **given, **limits)
+
+        def options() -> Mapping[str, Any]:
+            chosen = config.dispatch_options()
+            windows = (*chosen["window_sizes"], *window_sizes)
+            return {**chosen, "window_sizes": windows, "fields": fields}
+
+        return cls(plan, options, plan_ahead=config.plan_ahead, has_rows=has_rows)
+
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """The options of :func:`hcp.dispatch`."""
+        return self._options()
+
+    # ---- the parts of a step ----
+
+    def gather(
+        self, samples: Iterable[Given], groups: Groups
+    ) -> tuple[list[int], list[int], list[Sample]]:
+        """Gather lengths, sources and this rank's samples, as :func:`hcp.gather_lengths` does.
+
+        ``groups``: process groups, or the passage of a step that is made on another thread.
+        """
+        return gather_lengths(samples, groups, fields=self.options.get("fields"))
+
+    def dispatch(
+        self,
+        plan: Plan,
+        samples: Sequence[Given],
+        sources: Sequence[int],
+        groups: ProcessGroups,
+        **others: Any,
+    ) -> Step:
+        """Move the rows to where a plan computes them: :func:`hcp.dispatch` with the trainer's
+        options. ``others`` take the place of those of the same name."""
+        return dispatch(plan, samples, sources, groups, **{**self.options, **others})
+
+    # ---- whole steps ----
+
+    def step(self, samples: Iterable[Given], groups: ProcessGroups) -> Step:
+        """Make the step of this rank's samples of a global batch, on the thread whose layers run.
+
+        ``samples`` may be a generator, which loads them. The step says how long it took: the
+        trainer waited for all of it."""
+        begun = time.perf_counter()
+        step = self._step_here(samples, groups)
+        step.arrive()
+        took = time.perf_counter() - begun
+        step.planning = PlanningTime(took, took)
+        return step
+
+    def step_of(self, samples: Iterable[Given], groups: ProcessGroups, passage: Passage) -> Step:
+        """Make the step of this rank's samples of a global batch, on any thread. Call its
+        ``arrive`` before its use."""
+        return self._planned(*self.gather(samples, passage), groups, passage)
+
+    def steps(
+        self,
+        shares: Iterable[Share],
+        groups: ProcessGroups,
+        make: Callable[[Share, Passage], Step | None] | None = None,
+        *,
+        until_empty: bool = False,
+    ) -> Generator[Step]:
+        """Yield a step for each of this rank's shares of global batches, made ahead.
+
+        Every rank of the domain iterates, and of the job when it takes the first step.
+
+        Args:
+            shares: of each batch the samples of this rank, as :class:`hcp.Read` has them, read on
+                the caller's thread; or anything that ``make`` takes.
+            groups: this rank's process groups.
+            make: makes the step of a share in place of ``step_of``, as for
+                :func:`hcp.planned_steps`.
+            until_empty: end with the first batch of which no rank has samples.
+        """
+        own = self._step_of_some if until_empty else self.step_of
+        make = make or (lambda share, passage: own(share, groups, passage))  # type: ignore[arg-type]
+        yield from steps_of(shares, make, groups, self.plan_ahead)
+
+    def _step_of_some(
+        self, samples: Iterable[Given], groups: ProcessGroups, passage: Passage
+    ) -> Step | None:
+        lengths, sources, own = self.gather(samples, passage)
+        return self._planned(lengths, sources, own, groups, passage) if lengths else None
+
+    @ranged("hcp: plan")
+    def _step_here(self, samples: Iterable[Given], groups: ProcessGroups) -> Step:
+        return self.step_of(samples, groups, Passage.of(groups))
+
+    def _planned(
+        self,
+        lengths: Sequence[int],
+        sources: Sequence[int],
+        samples: Sequence[Sample],
+        groups: ProcessGroups,
+        passage: Passage,
+    ) -> Step:
+        plan = self.plan(lengths)
+        given = samples if self.has_rows else self._without_columns(samples)
+        return self.dispatch(plan, given, sources, groups, passage=passage)
+
+    def _without_columns(self, samples: Sequence[Sample]) -> list[Given]:
+        rules = self.options.get("fields") or {}
+        tokens = [length_of(sample, i, rules) for i, sample in enumerate(samples)]
+        return [{"rows": torch.empty(length, 0)} for length in tokens]
+
+    @property
+    def _handler_cls(self) -> Any:
+        return self.options["handler_cls"]
+
+
+def _sync_of(
+    config: Config, given: Sync | None, waits: Callable[[], bool] | None
+) -> Callable[[], Sync]:
+    """When ranks wait for each other, found out once: with the first batch, when the model is
+    sharded already."""
+
+    @cache
+    def sync() -> Sync:
+        return given or config.sync_where(waiting=waits is not None and waits())
+
+    return sync
