@@ -34,10 +34,11 @@ from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.step.ahead import Read, steps_of
-from hcp.step.dispatch import Passage, Step, dispatch, gather_lengths
+from hcp.step.ahead import Read
+from hcp.step.dispatch import Passage, Step
 from hcp.step.fields import Rules
 from hcp.step.handler import ContextParallelHandler
+from hcp.step.planner import StepPlanner
 
 _log = logging.getLogger("hcp")
 _REFUSED = b"refused: "
@@ -304,7 +305,10 @@ class EvalPlan:
         batches = -(-self.num_samples // self.global_batch_size)
         if not 0 <= batch < batches:
             raise ValueError(f"batch is {batch}, expected one of {batches}")
-        lengths = [self.lengths[i] for i in self._global_batch(batch)]
+        return self._plan_of([self.lengths[i] for i in self._global_batch(batch)])
+
+    def _plan_of(self, lengths: Sequence[int]) -> Plan:
+        assert self._max_tokens is not None
         return plan(
             lengths,
             masks=self._masks(lengths) if self._masks else None,
@@ -349,13 +353,14 @@ class EvalPlan:
         self._check_not_finished()
         expect_size("plan_ahead", plan_ahead, "steps", least=0)
         options |= {"fields": fields, "handler_cls": handler_cls}
+        planner = StepPlanner(self._plan_of, lambda: options, plan_ahead=plan_ahead)
         batches = range(self._next, -(-self.num_samples // self.global_batch_size))
         shares = ((k, Read(dataset[i] for i in self._own(k))) for k in batches)
 
         def make(share: tuple[int, Read[Any]], passage: Passage) -> Step:
-            return self._step(*share, passage, options)
+            return self._step(*share, passage, planner)
 
-        with contextlib.closing(steps_of(shares, make, self.groups, plan_ahead)) as steps:
+        with contextlib.closing(planner.steps(shares, self.groups, make)) as steps:
             for step in steps:
                 taken = _Taken(step)
                 with range_of("hcp: evaluate"):
@@ -367,13 +372,11 @@ class EvalPlan:
                     self._skipped += len(own)
                 self._next += 1
 
-    def _step(
-        self, batch: int, read: Read[Any], passage: Passage, options: Mapping[str, Any]
-    ) -> Step:
+    def _step(self, batch: int, read: Read[Any], passage: Passage, planner: StepPlanner) -> Step:
         """Plan and dispatch this rank's samples of a global batch, on any thread."""
         assert self.lengths is not None
         made, ranks, wanted = self.plan(batch), self.groups.size("dp_cp"), self._global_batch(batch)
-        lengths, _, samples = gather_lengths(read, passage, fields=options["fields"])
+        lengths, _, samples = planner.gather(read, passage)
         by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
         planned = [self.lengths[i] for i in by_rank]
         if lengths != planned:
@@ -384,7 +387,7 @@ class EvalPlan:
                 code="length-changed",
             )
         sources = [(i - wanted.start) % ranks for i in wanted]
-        return dispatch(made, samples, sources, self.groups, passage=passage, **options)
+        return planner.dispatch(made, samples, sources, self.groups, passage=passage)
 
     def _own(self, batch: int) -> range:
         """The samples of a global batch that this rank loads."""
