@@ -16,10 +16,12 @@ from torch import Tensor
 from hcp._validate import expect_sizes
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
+from hcp.planning.mask import MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.config import Config
-from hcp.step.dispatch import Step, dispatch
+from hcp.step.dispatch import Step
 from hcp.step.fields import Given
+from hcp.step.planner import StepPlanner
 
 __all__ = ["plan_in_driver", "planned_step", "sequence_weights"]
 
@@ -30,16 +32,19 @@ def plan_in_driver(
     ranks: int,
     config: Config,
     cost: CostModel | None = None,
+    *,
+    masks: MasksLike | None = None,
     **limits: Any,
 ) -> dict[str, Any]:
     """Plan a batch and return plain data for all workers: the plan and the sources.
 
     `lengths`: tokens of each sample, in the order of the ranks that get them. `sources`: the rank
-    that gets each sample. `cost` and `limits`: see `Config.plan`. Sharded parameters need
+    that gets each sample. `cost`, `masks` and `limits`: see `Config.plan`. Sharded parameters need
     `sync="micro_batch"`. It needs no process group, so that a process without one can call it.
     Raises ValueError unless the sources are ranks that ascend: samples are numbered by rank.
     """
-    plan = config.plan(list(lengths), ranks, cost, **limits)
+    given = None if masks is None else lambda _: masks
+    plan = StepPlanner.of(config, ranks, cost=cost, masks=given, **limits).plan(list(lengths))
     numbers = list(expect_sizes("sources", sources, least=0))
     if (
         numbers != sorted(numbers)
@@ -69,8 +74,8 @@ def planned_step(
         said = sorted(sent) if isinstance(sent, dict) else type(sent).__name__
         raise ValueError(f"sent is {said}, expected what plan_in_driver returns: plan, sources")
     plan = Plan.from_dict(sent["plan"])
-    options = config.dispatch_options() | options
-    return dispatch(plan, samples, sent["sources"], groups, **options)
+    planner = StepPlanner.of(config, groups.size("dp_cp"))
+    return planner.dispatch(plan, samples, sent["sources"], groups, **options)
 
 
 def sequence_weights(loss_mask: Tensor) -> Tensor:
