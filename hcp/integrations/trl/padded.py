@@ -6,10 +6,8 @@ B sequences of this rank's batch, L their padded length, T rows of this rank, F 
 from __future__ import annotations
 
 import contextlib
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -28,10 +26,10 @@ from hcp.integrations.transformers.attention import (
 )
 from hcp.integrations.transformers.model import model_inputs
 from hcp.integrations.transformers.trainer import compute_dtype
-from hcp.planning.ahead import PlanningTime
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
-from hcp.step.dispatch import Step, dispatch, gather_lengths
+from hcp.step.dispatch import Step
+from hcp.step.planner import StepPlanner
 from hcp.step.stats import MeanMetrics, StepStats
 
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
@@ -66,7 +64,6 @@ class PaddedTrainer:
         trainer: Any = self
         _check(trainer, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
-        cp = replace(cp, sync=cp.sync_where(waiting=False))
         self._means = MeanMetrics()
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
@@ -122,6 +119,7 @@ def spread_padded(
 
     Every rank of the domain calls the model equally often. `trained` gets the numbers of the
     batches whose gradients are computed."""
+    planner = StepPlanner.of(cp, groups.size("dp_cp"), cost=cost)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = base.forward
 
@@ -133,7 +131,7 @@ def spread_padded(
             given["input_ids"], *more = positional
             if more:
                 raise ValueError("the model was called with several positional arguments")
-        said, stats = _computed(fused, given, cp, groups, cost)
+        said, stats = _computed(fused, given, planner, groups)
         if torch.is_grad_enabled():
             trained.add(stats)
         return said
@@ -144,9 +142,8 @@ def spread_padded(
 def _computed(
     fused: Callable[..., Any],
     given: Mapping[str, Any],
-    cp: Config,
+    planner: StepPlanner,
     groups: ProcessGroups,
-    cost: CostModel | None,
 ) -> tuple[FusedCausalLMOutput, StepStats]:
     others = [
         name
@@ -161,12 +158,7 @@ def _computed(
     tokens, labels = given["input_ids"], given["labels"]
     kept = _kept(tokens, given.get("attention_mask"))
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
-    started = time.perf_counter()
-    lengths, sources, _ = gather_lengths(samples, groups)
-    plan = cp.plan(lengths, groups.size("dp_cp"), cost, sync=cp.sync)
-    step = dispatch(plan, samples, sources, groups, **cp.dispatch_options())
-    took = time.perf_counter() - started
-    step.planning = PlanningTime(took, took)  # the forward waits for all of it
+    step = planner.step(samples, groups)
     rows, names = _own_rows(fused, step)
     return _padded(rows, names, kept, labels), step.stats()
 
