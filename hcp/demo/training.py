@@ -44,6 +44,7 @@ from hcp.programs.data import (
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation
 from hcp.step.config import Config
+from hcp.step.planner import StepPlanner
 
 _STARTED = time.monotonic()
 
@@ -80,13 +81,7 @@ def get_batches(
             )
             yield hcp.Read(load(documents, batch[rank::ranks], torch.device("cpu")))
 
-    def make(share: hcp.Read[dict[str, Tensor]], passage: hcp.Passage) -> hcp.Step:
-        lengths, sources, samples = hcp.gather_lengths(share, passage)
-        plan = config.plan(lengths, ranks, trainer.cost)
-        options = config.dispatch_options()
-        return hcp.dispatch(plan, samples, sources, groups, passage=passage, **options)
-
-    return hcp.planned_steps(shares(), make, groups, config)
+    return StepPlanner.of(config, ranks, cost=trainer.cost).steps(shares(), groups)
 
 
 def forward_step(
@@ -315,11 +310,11 @@ def settle_buckets(trainer: Trainer, model: DistributedDataParallel) -> None:
     without this, a run that goes on from a checkpoint rounds its first step otherwise than one that
     was not stopped, on three ranks and more.
     """
-    groups, config = trainer.groups, trainer.config
+    groups = trainer.groups
     document = Document(b" ", ends=True)
-    plan = config.plan([document.length], groups.size("dp_cp"), trainer.cost)
     samples = [sample(document, torch.device("cpu"))] if groups.rank("dp_cp") == 0 else []
-    for cp, local in hcp.dispatch(plan, samples, [0], groups, **config.dispatch_options()):
+    planner = StepPlanner.of(trainer.config, groups.size("dp_cp"), cost=trainer.cost)
+    for cp, local in planner.step(samples, groups):
         losses = forward_step(trainer, model, cp, local)
         cp.loss(losses, local.loss_mask, grad_reduce="mean").backward()  # type: ignore[no-untyped-call]
 
