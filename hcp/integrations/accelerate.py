@@ -24,6 +24,7 @@ from hcp._versions import require
 from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.barrier import waits_in_layers, warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
@@ -33,7 +34,6 @@ from hcp.integrations.loader import (
     domain,
     eval_groups,
     eval_layout,
-    warn_of_the_barrier,
 )
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
@@ -184,8 +184,8 @@ def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: An
 def with_barrier_of(accelerator: Any, config: Config) -> Config:
     """Return the configuration. Its `sync` is no longer "auto" if the Accelerator is going to shard
     parameters over ranks."""
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    return replace(config, sync=config.sync_where(waiting=True)) if kind == "FSDP" else config
+    waiting = waits_in_layers(accelerator)
+    return replace(config, sync=config.sync_where(waiting=True)) if waiting else config
 
 
 def cp_size_of(accelerator: Any) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from hcp._versions import require
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_sample
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
@@ -27,7 +28,6 @@ from hcp.integrations.loader import (
     EvalDataLoader,
     eval_groups,
     eval_layout,
-    warn_of_the_barrier,
 )
 from hcp.step.dispatch import Step
 from hcp.step.stats import StepStats

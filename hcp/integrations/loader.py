@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,10 +29,10 @@ from hcp.exchange.transport import Transport
 from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.columns import IGNORED, causal_lm_samples
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
-from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.step.ahead import Read
@@ -76,64 +76,6 @@ def packed_documents(
                 "expected positions that count up from 0 in each document"
             )
         yield {name: rows[start:end] for name, rows in fields.items()}
-
-
-# ---- where ranks wait for each other -------------------------------------------------------------
-
-_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "expert_model_parallel_size")
-"""Names that modules and their configurations give to the number of ranks of experts."""
-
-
-class Barrier:
-    """The option `sync` of a configuration; a model decides what "auto" means."""
-
-    def __init__(self, config: Config, model: nn.Module | None) -> None:
-        self._config, self._model = config, model
-
-    @cached_property
-    def sync(self) -> Sync:
-        """The value "step" or "micro_batch". It is read with the first batch, when the model is
-        sharded already."""
-        waiting = self._model is not None and waits_in_layers(self._model)
-        return self._config.sync_where(waiting=waiting)
-
-
-def waits_in_layers(model: nn.Module) -> bool:
-    """Whether ranks wait for each other in the layers of a model, not only to reduce gradients.
-
-    They do if parameters are sharded by FSDP or DeepSpeed's ZeRO-3, or experts lie on several
-    ranks.
-    """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
-        return True
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO-3 marks them
-        return True
-    return any(_spreads_experts(module) for module in model.modules())
-
-
-def warn_of_the_barrier(model: nn.Module, plan: Plan) -> None:
-    """Warn, once, of plans that are right but slower than they could be: those whose ranks do not
-    wait for each other in the layers, for a model whose ranks do."""
-    if plan.sync == "step" and plan.ranks > 1 and waits_in_layers(model):
-        _warn_of_the_barrier()
-
-
-@cache
-def _warn_of_the_barrier() -> None:
-    _log.warning(
-        "hcp: the plan lets ranks wait at the end of a step only, and the model's are to wait in "
-        "every layer, as its parameters are sharded or its experts lie on several ranks: give "
-        'model= to the loader, or say hcp.Config(sync="micro_batch")'
-    )
-
-
-def _spreads_experts(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    holders = (module, config, getattr(config, "distributed_config", None))
-    sizes = (getattr(holder, name, None) for holder in holders for name in _EXPERT_RANKS)
-    return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -262,7 +204,7 @@ class DynamicCPCollator:
             config,
             ranks,
             cost=cost,
-            waits=lambda: model is not None and waits_in_layers(model),
+            waits=lambda: waits_in_layers(model),
             masks=masks,
             fields=fields,
             window_sizes=window_sizes,
@@ -730,7 +672,7 @@ class EvalDataLoader:
         self.masks, self.fields = masks, fields
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
-        self._barrier = Barrier(config, model)
+        self._model = model
         if not is_stream(dataset) and len(dataset) == 0:
             raise ValueError("the dataset has 0 samples, expected some to evaluate")
         self.dataset, self.config, self.groups = dataset, config, groups
@@ -764,6 +706,10 @@ class EvalDataLoader:
             yield from step
         self.num_samples += plan.finish()
 
+    @cached_property
+    def _sync(self) -> Sync:
+        return self.config.sync_where(waiting=waits_in_layers(self._model))
+
     def _plan(self, lengths: Sequence[int], degree: int | None) -> EvalPlan:
         widest = degree or self.groups.size("dp_cp")
         return EvalPlan(
@@ -775,7 +721,7 @@ class EvalDataLoader:
             min_degree=self.config.min_dynamic_context_parallel_size,
             ranks_per_node=self.config.ranks_per_node,
             cost=self.cost,
-            sync=self._barrier.sync,
+            sync=self._sync,
             masks=self.masks,
             memory=self.config.memory_in_evaluation(widest, max(lengths)),
         )

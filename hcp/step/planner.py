@@ -81,8 +81,8 @@ class StepPlanner:
             config: the trainer's options; limits, memory, degrees and comm types are among them.
             ranks: those of the domain, DP x CP.
             cost: prices of the model's sizes; None: see :func:`hcp.plan`.
-            waits: whether ranks wait for each other inside the layers of the model. Asked once, when
-                the first batch is planned, and decides where ``config.sync`` is "auto". None: they
+            waits: whether ranks wait for each other inside the layers of the model. It is asked
+                once, with the first batch, and decides where ``config.sync`` is "auto". None: they
                 do not.
             masks: gives the masks of sequences of these lengths, in tokens.
             fields: the rules of fields that have not one row per token: :func:`hcp.dispatch`.

@@ -207,7 +207,7 @@ def warn_of_a_barrier(rank, size):
     from accelerate import Accelerator
     from torch.distributed.fsdp import fully_shard
 
-    import hcp.integrations.loader as ours
+    import hcp.integrations.barrier as ours
     from hcp.integrations.accelerate import ContextParallel
 
     as_torchrun(size)

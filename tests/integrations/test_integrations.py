@@ -56,10 +56,10 @@ def test_a_megatron_lm_style_evaluate_runs_under_the_eval_layout():
 @pytest.mark.parametrize(("ranks", "spread"), [(None, False), (1, False), (2, True)])
 def test_megatrons_plans_know_whether_experts_are_waited_for(ranks, spread):
     """Found in the trainer's groups, as `Config.sync` "auto" asks."""
-    from hcp.integrations.megatron.data import _spreads_experts
+    from hcp.integrations.barrier import _spreads_experts_over
 
     group = None if ranks is None else Namespace(size=lambda: ranks)
-    assert _spreads_experts(Namespace(source=Namespace(ep=group))) == spread
+    assert _spreads_experts_over(Namespace(source=Namespace(ep=group))) == spread
 
 
 # ---- versions ------------------------------------------------------------------------------------

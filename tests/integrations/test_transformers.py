@@ -1812,7 +1812,7 @@ def train_sharded(rank, size, sync="auto"):
     """Three updates with parameters that are spread over the domain: losses, and warnings."""
     from torch.distributed.fsdp import fully_shard
 
-    import hcp.integrations.loader as ours
+    import hcp.integrations.barrier as ours
     from hcp.integrations.transformers import (
         DynamicCPDataLoader,
         causal_lm_loss,

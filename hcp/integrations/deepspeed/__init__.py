@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hcp._versions import require
+from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_sample
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
@@ -26,7 +27,6 @@ from hcp.integrations.loader import (
     EvalDataLoader,
     eval_groups,
     eval_layout,
-    warn_of_the_barrier,
 )
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler

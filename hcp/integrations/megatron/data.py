@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,11 @@ from torch import Tensor
 
 import hcp
 from hcp._words import Sync
+from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.megatron.bounds import bounds_of
 from hcp.integrations.megatron.packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
+from hcp.step.planner import StepPlanner
 
 Batch = dict[str, Any]
 
@@ -126,41 +127,26 @@ def plan_batches(
     if samples_of not in ("dp_cp", "dp"):
         raise ValueError(f"samples_of is {samples_of!r}, expected 'dp_cp' or 'dp'")
     has_rows = groups.rank("pp") in (0, groups.size("pp") - 1)
-    limits = {
-        "alignment": alignment,
-        "sync": sync or config.sync_where(waiting=_spreads_experts(groups)),
-        "pipeline_stages": groups.size("pp"),
-        "virtual_stages": virtual_stages,
-        "micro_batch_group": micro_batch_group,
-    }
+    planner = StepPlanner.of(
+        config,
+        groups.size("dp_cp"),
+        cost=cost,
+        waits=lambda: waits_in_layers(groups),
+        has_rows=has_rows,
+        sync=sync,
+        alignment=alignment,
+        pipeline_stages=groups.size("pp"),
+        virtual_stages=virtual_stages,
+        micro_batch_group=micro_batch_group,
+    )
     source = iter(batches)
     shares = (hcp.Read(_own_share(next(source, ()), groups, samples_of)) for _ in itertools.count())
-
-    def make(share: hcp.Read[dict[str, Tensor]], passage: hcp.Passage) -> hcp.Step | None:
-        lengths, sources, samples = hcp.gather_lengths(share, passage)
-        if not lengths:
-            return None
-        plan = config.plan(lengths, groups.size("dp_cp"), cost, **limits)
-        if not has_rows:
-            samples = [{"rows": torch.empty(len(sample["tokens"]), 0)} for sample in samples]
-        options = config.dispatch_options()
-        return hcp.dispatch(plan, samples, sources, groups, passage=passage, **options)
-
-    steps = hcp.planned_steps(shares, make, groups, config)
+    steps = planner.steps(shares, groups, until_empty=True)
     with contextlib.closing(steps):
         for number, step in enumerate(steps):
             _agree(step.plan, number, groups)
             taken = () if cp_groups is None else cp_groups.of_step(step, groups)
             yield MicroBatches(step, has_rows=has_rows, cp_groups=taken)
-
-
-def _spreads_experts(groups: hcp.ProcessGroups) -> bool:
-    """Whether experts lie on several ranks, by the trainer's groups or Megatron's global ones."""
-    group = getattr(groups.source, "ep", None)
-    state = sys.modules.get("megatron.core.parallel_state")
-    if group is None and state is not None:
-        group = state.get_expert_model_parallel_group(check_initialized=False)
-    return group is not None and group.size() > 1
 
 
 def _own_share(

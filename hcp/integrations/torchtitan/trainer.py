@@ -20,6 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 import hcp
+from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.torchtitan.batches import (
     Batch,
     collator_of,
@@ -83,9 +84,7 @@ class ContextParallelTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         check_supported(config)
         super().__init__(config)
-        # FSDP gathers the parameters of each layer, and experts over ranks exchange rows there.
-        dims = self.parallel_dims
-        sync = self.planner.sync_where(waiting=dims.fsdp_enabled or dims.ep_enabled)
+        sync = self.planner.sync_where(waiting=waits_in_layers(self.parallel_dims))
         self.planner = replace(self.planner, sync=sync)
         self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # The batches of a step are planned together: they come as one from batch_generator.

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hcp._words import GradReduce
+from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
-from hcp.integrations.loader import warn_of_the_barrier
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import check_grad_reduce

@@ -42,6 +42,7 @@ from torch import Tensor
 
 import hcp
 from hcp.integrations import megatron as hcp_megatron
+from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.megatron.program.report import Run, report
 from hcp.programs.arguments import cost_model
 from hcp.programs.data import (
@@ -310,8 +311,7 @@ def plan_steps(
         cost=job.cost,
         alignment=args.alignment,
         virtual_stages=args.num_virtual_stages_per_pipeline_rank or 1,
-        # Experts on other ranks are met in every layer.
-        sync=config.sync_where(waiting=args.expert_model_parallel_size > 1),
+        sync=config.sync_where(waiting=waits_in_layers(args)),
     )
 
 
