@@ -109,11 +109,10 @@ def train_step(
     """Run the micro-batches of a step, then update the weights once."""
     gradients.zero()
     loss_sum, rows = torch.zeros(2, dtype=torch.float64, device=trainer.device)
-    for i, (cp, local) in enumerate(step):
-        with gradients.accumulate(last=i + 1 == len(step)):
-            losses = forward_step(trainer, model, cp, local)
-            loss = cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce)
-            loss.backward()  # type: ignore[no-untyped-call]
+    for cp, local in step.reducing_last(gradients.no_sync):
+        losses = forward_step(trainer, model, cp, local)
+        loss = cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce)
+        loss.backward()  # type: ignore[no-untyped-call]
         loss_sum += cp.loss_sum(losses.detach(), local.loss_mask)[0]
         rows += local.tokens.shape[0]
     gradients.reduce()
@@ -149,7 +148,7 @@ class Gradients:
     def zero(self) -> None:
         self.buffer.zero_()
 
-    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def reduce(self) -> None:
@@ -167,8 +166,8 @@ class DDPGradients:
     def zero(self) -> None:
         self.model.zero_grad(set_to_none=False)
 
-    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync()
 
     def reduce(self) -> None:
         pass

@@ -16,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -131,10 +132,7 @@ class ContextParallel:
             self._warned = True
             warn_of_experts(model)
             warn_of_the_barrier(model, step.plan)
-        for i, micro_batch in enumerate(step):
-            last = i + 1 == len(step)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                yield micro_batch
+        yield from step.reducing_last(partial(self.accelerator.no_sync, model))
 
     def eval_loader(
         self,

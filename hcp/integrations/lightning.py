@@ -74,7 +74,7 @@ class _PlannedSteps:
     def __init__(self, *positional: Any, name: str = "train_loss", **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         self.name = name
-        self._rest: list[Any] = []
+        self._rest: Iterator[Any] = iter(())
         self._stats: Callable[[], StepStats] | None = None
         self._others: tuple[Any, ...] = ()
         self._warned = False
@@ -87,17 +87,17 @@ class _PlannedSteps:
         if isinstance(loader, DynamicCPDataLoader):
             loader.reached(batch)  # Lightning takes a step of a stream ahead
         self._stats = batch.stats
-        first, *self._rest = batch
+        self._rest = batch.reducing_last(self._no_sync)
         self._others = others
-        return self._forward(first)
+        return self._forward(next(self._rest))
 
     def backward(self, closure_loss: Tensor, *positional: Any, **keywords: Any) -> Tensor:
         """Run the first micro-batch's backward, then the others forward and backward."""
         total = closure_loss.detach()
         super().backward(closure_loss, *positional, **keywords)  # type: ignore[misc]
-        while self._rest:
+        for micro_batch in self._rest:
             with _logging_as_training_step(self.lightning_module):
-                loss = self._forward(self._rest.pop(0))
+                loss = self._forward(micro_batch)
             super().backward(loss, *positional, **keywords)  # type: ignore[misc]
             total = total + loss.detach()
         self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
@@ -107,8 +107,7 @@ class _PlannedSteps:
 
     def _forward(self, micro_batch: Any) -> Tensor:
         """Run a micro-batch's forward. Gradients are reduced in the backward of the last one."""
-        with self._reducing(last=not self._rest):
-            loss = super().training_step(micro_batch, *self._others)  # type: ignore[misc]
+        loss = super().training_step(micro_batch, *self._others)  # type: ignore[misc]
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"training_step gave a {type(loss).__name__}, expected a tensor: "
@@ -116,8 +115,8 @@ class _PlannedSteps:
             )
         return loss
 
-    def _reducing(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward whose backward reduces gradients if it is the last."""
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward and backward that reduce no gradients."""
         raise NotImplementedError
 
     @property
@@ -178,8 +177,9 @@ class ContextParallelStrategy(_PlannedSteps, DDPStrategy):  # type: ignore[misc]
         """`name`: that of the logged loss. Other options are those of Lightning's `DDPStrategy`."""
         super().__init__(*positional, name=name, **keywords)
 
-    def _reducing(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        context: contextlib.AbstractContextManager[None] = self.model.no_sync()
+        return context
 
     @property
     def _averaged_ranks(self) -> int:
@@ -212,12 +212,17 @@ class ContextParallelFSDP2Strategy(_PlannedSteps, ModelParallelStrategy):  # typ
         super().setup_environment()
 
     @contextlib.contextmanager
-    def _reducing(self, *, last: bool) -> Iterator[None]:
-        # Read in the backward, which follows before the next forward.
+    def _no_sync(self) -> Iterator[None]:
+        self._reduce(False)
+        try:
+            yield
+        finally:
+            self._reduce(True)
+
+    def _reduce(self, reduces: bool) -> None:
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(last, recurse=False)
-        yield
+                module.set_requires_gradient_sync(reduces, recurse=False)
 
     @property
     def _averaged_ranks(self) -> int:

@@ -391,6 +391,19 @@ class Step:
     def __iter__(self) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
         return iter(self._micro_batches)
 
+    def reducing_last(
+        self, no_sync: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
+        """Yield the micro-batches, so that gradients are reduced over ranks in the last one only.
+
+        ``no_sync``: gives the context in which a forward and its backward reduce none, such as
+        ``no_sync`` of DDP or FSDP. Every micro-batch but the last is handed out inside one. Use
+        each before you take the next.
+        """
+        for i, micro_batch in enumerate(self, 1):
+            with contextlib.nullcontext() if i == len(self) else no_sync():
+                yield micro_batch
+
     def stats(self) -> StepStats:
         """Return what the step did, in numbers for a logger: ``step.stats().metrics()``. Call it
         after the step; before, ``layer_bytes`` is 0."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -129,6 +131,50 @@ def test_plans_are_made_where_the_library_of_attention_is_absent() -> None:
         lambda lengths: hcp.plan(lengths, ranks=2, max_tokens_per_rank=32), refuse
     )
     assert sum(planner.plan(flat()).lengths) == sum(flat())
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [16, 9], ids=["one micro-batch", "two"])
+def test_gradients_are_reduced_in_the_last_micro_batch_only(limit: int) -> None:
+    """Each micro-batch but the last is used inside the trainer's context, which is left again."""
+    inside = [0]
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def seen(groups: Any) -> list[int]:
+        step = StepPlanner.of(Config(limit), 1).step(samples_of(0), groups)
+        return [inside[0] for _ in step.reducing_last(no_sync)]
+
+    (found,) = loopback(1, seen)
+    assert found == [1] * (len(found) - 1) + [0]
+    assert len(found) == (1 if limit > 9 else 2)
+    assert inside == [0]
+
+
+def test_a_loop_that_is_left_early_leaves_the_context_of_its_micro_batch() -> None:
+    left: list[bool] = []
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            left.append(True)
+
+    def leave(groups: Any) -> None:
+        steps = StepPlanner.of(Config(9), 1).step(samples_of(0), groups).reducing_last(no_sync)
+        for _ in steps:
+            break
+        del steps
+
+    loopback(1, leave)
+    assert left == [True]
 
 
 # ---- whether ranks wait --------------------------------------------------------------------------

@@ -187,18 +187,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         total = torch.zeros((), device=self.args.device)
-        for i, (cp, local) in enumerate(inputs):
-            last = i + 1 == len(inputs)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                with self.compute_loss_context_manager():
-                    given = self._inputs(cp, local)
-                    loss = causal_lm_loss(
-                        *(model, cp, local),
-                        grad_reduce="mean",
-                        inputs=given,
-                        linear_cross_entropy=self.linear_cross_entropy,
-                    )
-                self.accelerator.backward(loss)
+        for cp, local in inputs.reducing_last(partial(self.accelerator.no_sync, model)):
+            with self.compute_loss_context_manager():
+                loss = causal_lm_loss(
+                    *(model, cp, local),
+                    grad_reduce="mean",
+                    inputs=self._inputs(cp, local),
+                    linear_cross_entropy=self.linear_cross_entropy,
+                )
+            self.accelerator.backward(loss)
             total = total + loss.detach()
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
         self._means.add(inputs.stats())
