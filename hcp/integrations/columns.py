@@ -5,12 +5,13 @@ T tokens of an item.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hcp.integrations.documents import OF_DOCUMENTS, cut, document_lengths, short
 
 IGNORED = -100
 """The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
@@ -22,12 +23,6 @@ MASKS = ("completion_mask", "assistant_masks")
 
 _OF_TOKENS = (TOKENS, LABELS, *MASKS, PADDING, POSITIONS, TYPES)
 """Columns with a number for each token."""
-
-OF_DOCUMENTS = (
-    *("cu_seq", "seqlens", "seq_lens", "seq_idx", "segment_", "document_", "doc_ids"),
-    "sequence_ids",
-)
-"""How columns begin that also say where documents end."""
 
 
 def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -42,11 +37,11 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     padding, packed documents (hcp packs them itself), and other entries.
     """
     columns = _columns_of(item)
-    if len(_document_lengths(columns)) > 1:
+    if len(_documents_of(columns)) > 1:
         name = LENGTHS if LENGTHS in columns else POSITIONS
         expected = "their number" if name == LENGTHS else "0, 1, 2, ..."
         raise ValueError(
-            f"{name} is {_short(columns[name])} in a sample of {len(columns[TOKENS])} tokens, "
+            f"{name} is {short(columns[name])} in a sample of {len(columns[TOKENS])} tokens, "
             f"expected {expected}, one document: hcp packs them itself (causal_lm_samples takes "
             "rows apart that say their seq_lengths, or whose position_ids go back to 0)"
         )
@@ -61,11 +56,11 @@ def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     tokens, or positions are not those of the documents.
     """
     columns = _columns_of(item)
-    ends = itertools.accumulate(_document_lengths(columns), initial=0)
-    return [
-        _sample({n: c[start:end] for n, c in columns.items()})
-        for start, end in itertools.pairwise(ends)
-    ]
+    return [_sample(document) for document in cut(columns, _documents_of(columns))]
+
+
+def _documents_of(columns: Mapping[str, Tensor]) -> list[int]:
+    return document_lengths(len(columns[TOKENS]), columns.get(LENGTHS), columns.get(POSITIONS))
 
 
 def _sample(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,7 +199,7 @@ def _check_padding(mask: Tensor) -> None:
             PADDING,
             mask,
             "all 1: numbers of documents are given by seq_lengths, here "
-            f"{_short(lengths[numbers != 0])}" + (", without the padding" if padded else ""),
+            f"{short(lengths[numbers != 0])}" + (", without the padding" if padded else ""),
         )
     if padded:
         _refuse(
@@ -217,51 +212,5 @@ def _check_padding(mask: Tensor) -> None:
 
 def _refuse(name: str, column: Tensor, expected: str) -> None:
     raise ValueError(
-        f"{name} is {_short(column)} in an item of {len(column)} tokens, expected {expected}"
-    )
-
-
-def _short(values: Tensor) -> str:
-    shown = values[:8].tolist()
-    return repr(shown) if len(values) <= 8 else f"[{', '.join(map(str, shown))}, ...]"
-
-
-# ---- documents -----------------------------------------------------------------------------------
-
-
-def _document_lengths(columns: Mapping[str, Tensor]) -> list[int]:
-    """Tokens of each document. ValueError unless lengths, or else positions, say so, and both the
-    same."""
-    tokens, positions = len(columns[TOKENS]), columns.get(POSITIONS)
-    lengths = [tokens]
-    if LENGTHS in columns:
-        lengths = columns[LENGTHS].tolist()
-        if min(lengths, default=0) < 1 or sum(lengths) != tokens:
-            raise ValueError(
-                f"seq_lengths is {_short(columns[LENGTHS])} in an item of {tokens} tokens, "
-                "expected lengths >= 1 of its documents, which sum to the tokens"
-            )
-    elif positions is not None:
-        starts = (positions[1:] == 0).nonzero()[:, 0] + 1
-        lengths = starts.diff(
-            prepend=starts.new_zeros(1), append=starts.new_tensor([tokens])
-        ).tolist()
-    if positions is not None:
-        _check_positions(positions, lengths, "seq_lengths" if LENGTHS in columns else "")
-    return lengths
-
-
-def _check_positions(positions: Tensor, lengths: list[int], bounds: str) -> None:
-    """`bounds`: what else says where documents start."""
-    expected = torch.cat([torch.arange(length) for length in lengths]).to(positions.device)
-    wrong = (positions != expected).nonzero()
-    if not len(wrong):
-        return
-    at = int(wrong[0])
-    start = at - int(expected[at])
-    of = f", as a document starts at token {start} by {bounds}" if bounds else ""
-    raise ValueError(
-        f"position_ids is {_short(positions)} in an item of {len(positions)} tokens, expected "
-        f"{int(expected[at])} at token {at}, not {int(positions[at])}{of}: positions count up from "
-        "0 in each document, without padding. Count them so, or give seq_lengths in their place"
+        f"{name} is {short(column)} in an item of {len(column)} tokens, expected {expected}"
     )

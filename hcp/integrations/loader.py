@@ -56,28 +56,6 @@ def samples_of(to_sample: ToSample, item: Any) -> list[Given]:
     return samples
 
 
-def packed_documents(
-    fields: Mapping[str, Tensor], positions: Tensor
-) -> Iterator[dict[str, Tensor]]:
-    """Split rows that other code has packed into their documents.
-
-    `fields`: tensors (T, ...) by name. `positions` (T,): a document starts where they are 0. Raises
-    ValueError for positions that do not count up.
-    """
-    starts = (positions == 0).nonzero().flatten().tolist()
-    if len(positions) and starts[:1] != [0]:
-        raise ValueError(f"positions begin with {int(positions[0])}, expected 0")
-    for start, end in itertools.pairwise([*starts, len(positions)]):
-        counted = torch.arange(end - start, device=positions.device)
-        if len(wrong := (positions[start:end] != counted).nonzero()):
-            after = int(wrong[0])
-            raise ValueError(
-                f"position {int(positions[start + after])} stands {after} tokens after a 0, "
-                "expected positions that count up from 0 in each document"
-            )
-        yield {name: rows[start:end] for name, rows in fields.items()}
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 

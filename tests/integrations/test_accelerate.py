@@ -603,7 +603,7 @@ def test_a_loader_goes_on_where_it_was_under_any_number_of_ranks():
 
 
 def test_packed_rows_are_the_documents_they_hold():
-    from hcp.integrations.loader import packed_documents
+    from hcp.integrations.documents import packed_documents
 
     fields = {"tokens": torch.arange(6), "labels": torch.arange(12).view(6, 2)}
     found = list(packed_documents(fields, torch.tensor([0, 1, 2, 0, 0, 1])))
@@ -621,7 +621,7 @@ def test_packed_rows_are_the_documents_they_hold():
     ],
 )
 def test_positions_that_do_not_count_up_are_refused(positions, message):
-    from hcp.integrations.loader import packed_documents
+    from hcp.integrations.documents import packed_documents
 
     with pytest.raises(ValueError, match=message):
         list(packed_documents({"tokens": torch.zeros(3)}, torch.tensor(positions)))

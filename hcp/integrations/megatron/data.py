@@ -18,7 +18,7 @@ from torch import Tensor
 import hcp
 from hcp._words import Sync
 from hcp.integrations.barrier import waits_in_layers
-from hcp.integrations.megatron.bounds import bounds_of
+from hcp.integrations.documents import bounds_of, first_miscounted, short
 from hcp.integrations.megatron.packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
 from hcp.step.planner import StepPlanner
@@ -189,10 +189,10 @@ def _check_document(sample: Mapping[str, Any], length: int, start: int, stop: in
     positions, mask = sample.get("position_ids"), sample.get("attention_mask")
     if positions is not None:
         own = _flat("position_ids", positions)[start:stop]
-        counted = torch.arange(stop - start, device=own.device)
-        if not any(torch.equal(own, counted + first) for first in (0, start)):
+        counted = (own - first for first in (0, start))
+        if len(own) != stop - start or not any(_counts_up(x) for x in counted):
             raise ValueError(
-                f"position_ids of the rows {start} to {stop - 1} are {_short(own)}, expected 0, "
+                f"position_ids of the rows {start} to {stop - 1} are {short(own)}, expected 0, "
                 f"1, 2, ...: {_DOCUMENTS}"
             )
     if mask is not None and not _is_causal(torch.as_tensor(mask), length, start, stop):
@@ -200,6 +200,10 @@ def _check_document(sample: Mapping[str, Any], length: int, start: int, stop: in
             f"attention_mask of the rows {start} to {stop - 1} is not Megatron's causal one, "
             f"expected that or None: {_DOCUMENTS}"
         )
+
+
+def _counts_up(positions: Tensor) -> bool:
+    return first_miscounted(positions, [len(positions)]) is None
 
 
 _DOCUMENTS = (
@@ -215,11 +219,6 @@ def _is_causal(mask: Tensor, length: int, start: int, stop: int) -> bool:
         return False
     own = mask.reshape(-1, *mask.shape[-2:])[:, start:stop, start:stop].bool()
     return torch.equal(own, torch.ones_like(own).triu(1))
-
-
-def _short(values: Tensor) -> str:
-    shown = ", ".join(map(str, values[:8].tolist()))
-    return f"[{shown}, ...]" if len(values) > 8 else f"[{shown}]"
 
 
 def _flat(name: str, given: Any) -> Tensor:

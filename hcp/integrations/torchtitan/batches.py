@@ -13,7 +13,8 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 import hcp
-from hcp.integrations.loader import DynamicCPCollator, packed_documents
+from hcp.integrations.documents import packed_documents
+from hcp.integrations.loader import DynamicCPCollator
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """A batch of torchtitan's loaders: {"input", "positions"} and labels, each (B, seq_len)."""

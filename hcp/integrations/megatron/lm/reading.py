@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hcp.integrations.documents import BOUNDS
 from hcp.integrations.megatron import data
-from hcp.integrations.megatron.bounds import BOUNDS
 
 Sample = dict[str, Tensor]
 MicroBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]

@@ -1,15 +1,115 @@
-"""Where the sequences of a sample begin and end, by the names that loaders give to their bounds."""
+"""Where the documents of packed rows begin and end, by the forms in which loaders say it.
+
+Positions that go back to 0 (torchtitan, TRL), the lengths of documents (TRL), or cu_seqlens
+(Megatron, Bridge).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hcp.integrations.columns import OF_DOCUMENTS
+OF_DOCUMENTS = (
+    *("cu_seq", "seqlens", "seq_lens", "seq_idx", "segment_", "document_", "doc_ids"),
+    "sequence_ids",
+)
+"""How columns begin that also say where documents end."""
+
+
+def cut(rows: Mapping[str, Tensor], lengths: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """Cut rows (T, ...) by name into documents of these lengths, which sum to at most T."""
+    for start, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        yield {name: value[start:end] for name, value in rows.items()}
+
+
+def first_miscounted(positions: Tensor, lengths: Sequence[int]) -> int | None:
+    """The first of the positions (T,) that is not its row's place in its document, None if all
+    are. `lengths`: of the documents, which sum to T."""
+    counted = [torch.arange(length, device=positions.device) for length in lengths]
+    wrong = (positions != torch.cat(counted)).nonzero() if counted else positions[:0]
+    return int(wrong[0]) if len(wrong) else None
+
+
+def short(values: Tensor) -> str:
+    """The values of (N,) as a list, of a long one the first eight."""
+    shown = values[:8].tolist()
+    return repr(shown) if len(values) <= 8 else f"[{', '.join(map(str, shown))}, ...]"
+
+
+def _lengths_between_zeros(positions: Tensor) -> list[int]:
+    """The lengths of documents (T > 0 rows together) of which each but the first begins at a 0."""
+    starts = (positions[1:] == 0).nonzero()[:, 0] + 1
+    rows = starts.new_tensor([len(positions)])
+    lengths: list[int] = starts.diff(prepend=starts.new_zeros(1), append=rows).tolist()
+    return lengths
+
+
+# ---- positions, and lengths ----------------------------------------------------------------------
+
+
+def packed_documents(
+    fields: Mapping[str, Tensor], positions: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Split rows that other code has packed into their documents.
+
+    `fields`: tensors (T, ...) by name. `positions` (T,): a document starts where they are 0. Raises
+    ValueError for positions that do not count up.
+    """
+    if not len(positions):
+        return
+    if positions[0] != 0:
+        raise ValueError(f"positions begin with {int(positions[0])}, expected 0")
+    lengths = _lengths_between_zeros(positions)
+    for document, own in zip(cut(fields, lengths), cut({"": positions}, lengths), strict=True):
+        after = first_miscounted(own[""], [len(own[""])])
+        if after is not None:
+            raise ValueError(
+                f"position {int(own[''][after])} stands {after} tokens after a 0, "
+                "expected positions that count up from 0 in each document"
+            )
+        yield document
+
+
+def document_lengths(tokens: int, lengths: Tensor | None, positions: Tensor | None) -> list[int]:
+    """Return the tokens of each document of an item of so many tokens.
+
+    `lengths` (documents,): its seq_lengths, if it has some; else `positions` (tokens,), its
+    position_ids, say where documents begin. Raises ValueError unless both say the same.
+    """
+    found = [tokens]
+    if lengths is not None:
+        found = lengths.tolist()
+        if min(found, default=0) < 1 or sum(found) != tokens:
+            raise ValueError(
+                f"seq_lengths is {short(lengths)} in an item of {tokens} tokens, "
+                "expected lengths >= 1 of its documents, which sum to the tokens"
+            )
+    elif positions is not None:
+        found = _lengths_between_zeros(positions)
+    if positions is not None:
+        _check_positions(positions, found, "seq_lengths" if lengths is not None else "")
+    return found
+
+
+def _check_positions(positions: Tensor, lengths: Sequence[int], bounds: str) -> None:
+    """`bounds`: what else says where documents start."""
+    at = first_miscounted(positions, lengths)
+    if at is None:
+        return
+    start = max(first for first in itertools.accumulate(lengths, initial=0) if first <= at)
+    of = f", as a document starts at token {start} by {bounds}" if bounds else ""
+    raise ValueError(
+        f"position_ids is {short(positions)} in an item of {len(positions)} tokens, expected "
+        f"{at - start} at token {at}, not {int(positions[at])}{of}: positions count up from "
+        "0 in each document, without padding. Count them so, or give seq_lengths in their place"
+    )
+
+
+# ---- cu_seqlens ----------------------------------------------------------------------------------
 
 _READ = {
     ("cu_seqlens",): ("cu_seqlens", "cu_seqlens"),
