@@ -10,7 +10,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -407,8 +407,13 @@ class Step:
     def stats(self) -> StepStats:
         """Return what the step did, in numbers for a logger: ``step.stats().metrics()``. Call it
         after the step; before, ``layer_bytes`` is 0."""
-        layers = (cp.layer_bytes for cp, _ in self._micro_batches)
-        return stats_of(self.plan, layers, self.planning)
+        return self.later_stats()()
+
+    def later_stats(self) -> Callable[[], StepStats]:
+        """Note what layers have received, and return a function that computes the numbers of
+        ``stats`` when somebody reads them. It keeps the plan, and neither rows nor tables."""
+        received = sum([cp.layer_bytes for cp, _ in self._micro_batches])
+        return partial(stats_of, self.plan, received, self.planning)
 
     def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
         """Bring results of tokens, such as log-probabilities, back to the samples. Gradients pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp._validate import expect_size
@@ -50,30 +50,50 @@ class StepStats(NamedTuple):
 
 
 class MeanMetrics:
-    """The means of the metrics of steps. They take the memory of one step, however many there
-    are: not every trainer logs."""
+    """The means of the metrics of steps, computed when somebody takes them.
+
+    Until then it keeps the plans of at most ``MOST`` steps, however many there are: not every
+    trainer logs."""
+
+    MOST = 64
 
     def __init__(self) -> None:
         self.clear()
 
-    def add(self, step: StepStats) -> None:
-        self._steps += 1
-        for name, value in step.metrics().items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+    def add(self, step: Step | StepStats) -> None:
+        """Add a step whose layers have run, or its numbers."""
+        if isinstance(step, StepStats):
+            self._count(step)
+            return
+        self._waiting.append(step.later_stats())
+        if len(self._waiting) == self.MOST:
+            self._count_waiting()
 
     def clear(self) -> None:
         self._steps = 0
         self._sums: dict[str, float] = {}
+        self._waiting: list[Callable[[], StepStats]] = []
 
     def take(self) -> dict[str, float]:
         """Return the means over the steps since the last call, nothing if there were none."""
+        self._count_waiting()
         means = {name: value / self._steps for name, value in self._sums.items()}
         self.clear()
         return means
 
+    def _count_waiting(self) -> None:
+        for later in self._waiting:
+            self._count(later())
+        self._waiting.clear()
 
-def stats_of(plan: Plan, layer_bytes: Iterable[int], planning: PlanningTime | None) -> StepStats:
-    """Make the numbers that :meth:`hcp.Step.stats` returns. `layer_bytes`: of each micro-batch."""
+    def _count(self, stats: StepStats) -> None:
+        self._steps += 1
+        for name, value in stats.metrics().items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+
+def stats_of(plan: Plan, layer_bytes: int, planning: PlanningTime | None) -> StepStats:
+    """Make the numbers that :meth:`hcp.Step.stats` returns. `layer_bytes`: of all micro-batches."""
     report = plan.report()
     degrees = [
         (group.degree, sum(plan.lengths[s] for s in group.sequences))
@@ -91,7 +111,7 @@ def stats_of(plan: Plan, layer_bytes: Iterable[int], planning: PlanningTime | No
         bound_ratio=report.ratio,
         largest_degree=max((degree for degree, _ in degrees), default=0),
         mean_degree=sum(degree * held for degree, held in degrees) / tokens if tokens else 0.0,
-        layer_bytes=sum(layer_bytes),
+        layer_bytes=layer_bytes,
         plan_seconds=seconds,
         plan_waited=waited,
     )
@@ -137,7 +157,7 @@ class StepLogger:
         ``iteration``: the number of the training step, as the writers have it."""
         if not self._writers:
             return
-        self._means.add(step if isinstance(step, StepStats) else step.stats())
+        self._means.add(step)
         self._steps += 1
         if self._steps % self._every:
             return

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import hcp
+import hcp.step.dispatch as dispatch_file
 from hcp.planning.ahead import PlanningTime
-from hcp.step.stats import MeanMetrics, StepStats
+from hcp.step.stats import MeanMetrics, StepStats, stats_of
 
 LENGTHS = [100, 37, 61, 8, 8, 5]
 
@@ -95,6 +96,30 @@ def test_means_of_steps_that_nobody_logs_take_no_more_memory() -> None:
         return len(pickle.dumps(means))
 
     assert held() == held()
+
+
+def test_means_of_steps_are_computed_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computed = hcp.loopback(4, dispatched)[0], []
+
+    def counted(*given: Any) -> StepStats:
+        computed.append(given)
+        return stats_of(*given)
+
+    monkeypatch.setattr(dispatch_file, "stats_of", counted)
+    means = MeanMetrics()
+    for _ in range(3):
+        means.add(step)
+    assert computed == []
+    assert means.take() == pytest.approx(step.stats().metrics())
+    assert len(computed) == 3 + 1
+
+
+def test_steps_that_nobody_logs_are_kept_up_to_a_number() -> None:
+    step, means = hcp.loopback(4, dispatched)[0], MeanMetrics()
+    for _ in range(MeanMetrics.MOST + 2):
+        means.add(step)
+    assert len(means._waiting) == 2
+    assert means.take() == pytest.approx(step.stats().metrics())
 
 
 def test_a_step_without_sequences_has_stats() -> None:

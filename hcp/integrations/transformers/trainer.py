@@ -198,7 +198,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.accelerator.backward(loss)
             total = total + loss.detach()
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
-        self._means.add(inputs.stats())
+        self._means.add(inputs)
         return mean
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:

@@ -30,7 +30,7 @@ from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import Step
 from hcp.step.planner import StepPlanner
-from hcp.step.stats import MeanMetrics, StepStats
+from hcp.step.stats import MeanMetrics
 
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -131,9 +131,9 @@ def spread_padded(
             given["input_ids"], *more = positional
             if more:
                 raise ValueError("the model was called with several positional arguments")
-        said, stats = _computed(fused, given, planner, groups)
+        said, step = _computed(fused, given, planner, groups)
         if torch.is_grad_enabled():
-            trained.add(stats)
+            trained.add(step)
         return said
 
     base.forward = types.MethodType(forward, base)
@@ -144,7 +144,7 @@ def _computed(
     given: Mapping[str, Any],
     planner: StepPlanner,
     groups: ProcessGroups,
-) -> tuple[FusedCausalLMOutput, StepStats]:
+) -> tuple[FusedCausalLMOutput, Step]:
     others = [
         name
         for name, value in given.items()
@@ -160,7 +160,7 @@ def _computed(
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
     step = planner.step(samples, groups)
     rows, names = _own_rows(fused, step)
-    return _padded(rows, names, kept, labels), step.stats()
+    return _padded(rows, names, kept, labels), step
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
