@@ -201,6 +201,11 @@ class ProcessGroups(OfThisProcess):
         return tuple(self._groups)
 
     @property
+    def by_role(self) -> Mapping[str, dist.ProcessGroup]:
+        """The groups by the roles that are present."""
+        return self._groups
+
+    @property
     def hierarchy(self) -> tuple[dist.ProcessGroup, ...]:
         """The hierarchical CP groups of this rank, one per level, the innermost first. Empty
         without hierarchical CP."""
@@ -347,7 +352,7 @@ class ProcessGroups(OfThisProcess):
         raise AttributeError(self._missing(name))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{role}={self._sizes_text(role)}" for role in self._groups)
+        sizes = ", ".join([f"{role}={group.size()}" for role, group in self._groups.items()])
         return f"ProcessGroups({sizes})"
 
     def _repr_html_(self) -> str:

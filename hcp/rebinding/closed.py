@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
-from hcp.rebinding.looks import is_a, module_of
+from hcp.rebinding.looks import module_of
 
 _CLOSED: Any = (
     torch.Tensor,
@@ -51,16 +51,16 @@ _FUNCTIONS: Any = (types.FunctionType, LRU_CACHE)
 
 def is_open(value: Any) -> bool:
     """Whether the walk goes into an object."""
-    if is_a(value, _CLOSED):
+    if issubclass(type(value), _CLOSED):
         return False
-    if derived.is_numpy(value):
-        return bool(value.dtype == object)
-    if is_a(value, (torch.nn.Module, set)):
+    if issubclass(type(value), (torch.nn.Module, set)):
         return True
-    if is_a(value, _FUNCTIONS):
+    if type(value).__module__ == "numpy" and derived.is_numpy(value):
+        return bool(value.dtype == object)
+    if issubclass(type(value), _FUNCTIONS):
         return is_open_function(value)
     if is_closed_package(module_of(type(value))):
-        return is_a(value, _OPEN_STDLIB)
+        return issubclass(type(value), _OPEN_STDLIB)
     return True
 
 
@@ -84,15 +84,17 @@ def modules_of(function: Any) -> Iterator[str]:
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
-        function = function.__func__ if is_a(function, types.MethodType) else function
-        if is_a(function, (*_FUNCTIONS, types.BuiltinFunctionType)):
+        function = function.__func__ if issubclass(type(function), types.MethodType) else function
+        if issubclass(type(function), (*_FUNCTIONS, types.BuiltinFunctionType)):
             yield function.__module__ or ""
         else:
             yield module_of(type(function))
-        if is_a(function, types.FunctionType):
+        if issubclass(type(function), types.FunctionType):
             yield function.__globals__.get("__name__") or ""
-        wrapped = vars(function).get("__wrapped__") if is_a(function, _FUNCTIONS) else None
-        function = wrapped if is_a(wrapped, (*_FUNCTIONS, types.MethodType)) else function
+        plain = issubclass(type(function), _FUNCTIONS)
+        wrapped = vars(function).get("__wrapped__") if plain else None
+        if issubclass(type(wrapped), (*_FUNCTIONS, types.MethodType)):
+            function = wrapped
 
 
 def is_kept_by_torch(holder: Any, module: str) -> bool:
@@ -100,28 +102,30 @@ def is_kept_by_torch(holder: Any, module: str) -> bool:
 
     `module`: the name of its class's module.
     """
-    if is_a(holder, torch.nn.Module):
-        return is_wrapper(holder)
+    if issubclass(type(holder), torch.nn.Module):
+        return is_wrapper(type(holder))
     return type(holder) not in OWN_TENSORS and (
         module.partition(".")[0] == "torch" or packages.is_sharder(module)
     )
 
 
-def is_wrapper(module: torch.nn.Module) -> bool:
-    """Whether a module is a DDP, FSDP or compiled wrapper, which has groups of its own to shard and
-    reduce over.
+@cache
+def is_wrapper(module: type[torch.nn.Module]) -> bool:
+    """Whether a class of modules is a DDP, FSDP or compiled wrapper, which has groups of its own to
+    shard and reduce over.
 
     `fully_shard` derives a class from the user's. That is no wrapper, since the user's attributes
     are the module's.
     """
-    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    classes = module.__mro__[: module.__mro__.index(torch.nn.Module)]
     if not classes:
         return False
-    if packages.is_sharder(module_of(classes[0])):
+    own = module_of(classes[0])
+    if packages.is_sharder(own):
         return True
-    return not module_of(classes[0]).startswith("torch.nn.modules.") and all(
-        module_of(cls).startswith("torch.") for cls in classes if cls is not object
-    )
+    if not own.startswith("torch.") or own.startswith("torch.nn.modules."):
+        return False
+    return all(module_of(cls).startswith("torch.") for cls in classes if cls is not object)
 
 
 @cache

@@ -44,13 +44,13 @@ def class_attribute(cls: type, name: str) -> Any:
 
 def members(cls: type) -> dict[str, Any]:
     """Return the descriptors of the names in ``__slots__`` of a class and its bases."""
-    return {
-        name: member
-        for base in reversed(cls.__mro__)
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if type(member) is types.MemberDescriptorType
-    }
+    found = {}
+    for base in reversed(cls.__mro__):
+        if "__slots__" in vars(base):
+            for name, member in vars(base).items():
+                if type(member) is types.MemberDescriptorType:
+                    found[name] = member
+    return found
 
 
 def module_of(cls: type) -> str:

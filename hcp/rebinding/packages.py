@@ -73,12 +73,16 @@ def load_imported() -> None:
 
 def rule_by_name(cls: type) -> Rule | None:
     """Return the rule for a class itself, not for its bases. Loads the rules of its package."""
-    _meet(module_of(cls))
+    own = module_of(cls)
+    _meet(own)
     for method, module in _METHODS.items():
         if method in vars(cls):
             _load(module)
-    name = f"{module_of(cls)}.{cls.__qualname__}"
-    return next((x.classes[name] for x in _loaded.values() if name in x.classes), None)
+    name = f"{own}.{cls.__qualname__}"
+    for package in _loaded.values():
+        if name in package.classes:
+            return package.classes[name]
+    return None
 
 
 def rules_by_shape(holder: Any) -> Iterator[Rule]:

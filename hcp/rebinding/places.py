@@ -16,7 +16,7 @@ import torch
 
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_open_function, is_wrapper
-from hcp.rebinding.looks import class_attribute, is_a, members, own_attributes
+from hcp.rebinding.looks import class_attribute, members, own_attributes
 from hcp.rebinding.writers import PartialArguments
 
 Place = tuple[str, Any, Any, Any, str]
@@ -35,65 +35,102 @@ _EXCEPTION = ("args", "__cause__", "__context__")
 _MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
 MODULE_HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_backward_hooks, _accumulated_hooks = (getattr(torch.Tensor, n).__get__ for n in _TENSOR_HOOKS)
+_CONTAINERS = (dict, list, deque)
 
 
-def places(holder: Any, path: str) -> Iterator[Place]:
-    """Yield all places of one object, in a fixed order."""
-    if is_a(holder, dict):
+def places(holder: Any, path: str) -> list[Place]:
+    """Return all places of one object, in a fixed order."""
+    cls = type(holder)
+    found: list[Place] = []
+    if issubclass(cls, _CONTAINERS) or cls.__module__ == "numpy":
+        found += _items(holder, path)
+    if issubclass(cls, torch.nn.Module):
+        found += _module_places(holder, path)
+    elif issubclass(cls, type):
+        found += _class_places(holder, path)
+    elif issubclass(cls, types.FunctionType):
+        found += _function_places(holder, path)
+    elif issubclass(cls, types.MethodType):
+        found.append(("fixed", holder, "__self__", holder.__self__, f"{path}.__self__"))
+        found.append(("fixed", holder, "__func__", holder.__func__, f"{path}.__func__"))
+    elif issubclass(cls, types.CellType):
+        found += _cell_places(holder, path)
+    elif issubclass(cls, types.MappingProxyType):
+        found += _proxy_places(holder, path)
+    elif issubclass(cls, threading.local):
+        found += _local_places(holder, path)
+    elif cls is not dict and cls is not list:  # which have items alone
+        found += _object_places(holder, path)
+    return found
+
+
+def _items(holder: Any, path: str) -> Iterator[Place]:
+    """Yield the items of a dictionary, a list, a deque or an array of NumPy."""
+    cls = type(holder)
+    if issubclass(cls, dict):
         for position, (key, value) in enumerate(list(dict.items(holder))):
             yield "item", holder, key, value, f"{path}[{key_text(key, position)}]"
-    elif is_a(holder, (list, deque)):
-        items: Any = list.__iter__ if is_a(holder, list) else deque.__iter__
+    elif issubclass(cls, (list, deque)):
+        items: Any = list.__iter__ if issubclass(cls, list) else deque.__iter__
         for i, value in enumerate(items(holder)):
             yield "item", holder, i, value, f"{path}[{i}]"
     elif derived.is_numpy(holder):
         for at in itertools.product(*map(range, holder.shape)):
             yield "item", holder, at, holder[at], f"{path}[{', '.join(map(str, at))}]"
-    if is_a(holder, torch.nn.Module):
-        yield from _module_places(holder, path)
-    elif is_a(holder, type):
-        yield from _class_places(holder, path)
-    elif is_a(holder, types.FunctionType):
-        yield from _function_places(holder, path)
-    elif is_a(holder, types.MethodType):
-        yield "fixed", holder, "__self__", holder.__self__, f"{path}.__self__"
-        yield "fixed", holder, "__func__", holder.__func__, f"{path}.__func__"
-    elif is_a(holder, types.CellType):
-        yield from _cell_places(holder, path)
-    elif is_a(holder, types.MappingProxyType):
-        yield from _proxy_places(holder, path)
-    elif is_a(holder, threading.local):
-        yield from _local_places(holder, path)
-    else:
-        yield from _partial_places(holder, path)
-        yield from _exception_places(holder, path)
-        yield from _attribute_places(holder, path)
-        if is_a(holder, torch.Tensor):
-            yield from tensor_hooks(holder, path)
 
 
-def _module_places(module: torch.nn.Module, path: str) -> Iterator[Place]:
+def _object_places(holder: Any, path: str) -> Iterator[Place]:
+    """Yield the places of an object of no class that has places of its own kind."""
+    yield from _partial_places(holder, path)
+    yield from _exception_places(holder, path)
+    yield from _attribute_places(holder, path)
+    if issubclass(type(holder), torch.Tensor):
+        yield from tensor_hooks(holder, path)
+
+
+def _module_places(module: torch.nn.Module, path: str) -> list[Place]:
+    found: list[Place] = []
     attributes = own_attributes(module) or {}
-    if not is_wrapper(module):
-        for name, value in list(attributes.items()):
-            if name not in _MODULE_KEEPS and name != MODEL_TABLES:
-                yield "item", attributes, name, value, f"{path}.{name}"
+    if not is_wrapper(type(module)):
+        found += [
+            ("item", attributes, name, value, f"{path}.{name}")
+            for name, value in attributes.items()
+            if name not in _MODULE_KEEPS and name != MODEL_TABLES
+        ]
         for owner in (module._parameters, module._buffers):
             for name, tensor in owner.items():
                 if tensor is not None:
-                    yield "item", owner, name, tensor, f"{path}{_child_text(name)}"
+                    found.append(
+                        (
+                            "item",
+                            owner,
+                            name,
+                            tensor,
+                            f"{path}.{name}" if name.isidentifier() else f"{path}[{name}]",
+                        )
+                    )
         for name in MODULE_HOOKS:
             if attributes[name]:
-                yield from _hooks(attributes[name], f"{path}.{name}")
+                found += _hooks(attributes[name], f"{path}.{name}")
     for name, child in module._modules.items():
-        yield "item", module._modules, name, child, f"{path}{_child_text(name)}"
+        found.append(
+            (
+                "item",
+                module._modules,
+                name,
+                child,
+                f"{path}.{name}" if name.isidentifier() else f"{path}[{name}]",
+            )
+        )
+    return found
 
 
 def _hooks(hooks: Any, path: str) -> Iterator[Place]:
     """Yield the hooks of a module or a tensor, except torch's own. Paths number them from 0, since
     their keys number the hooks of the whole process."""
     for position, (key, hook) in enumerate(list((hooks or {}).items())):
-        function = hook.func if is_a(hook, functools.partial) else hook
+        function = hook.func if issubclass(type(hook), functools.partial) else hook
         if is_open_function(function):
             yield "item", hooks, key, hook, f"{path}[{position}]"
 
@@ -108,7 +145,7 @@ def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the dictionaries of a tensor's hooks, None for those that it has none of. They are not
     asked of the tensor's class."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(getattr(torch.Tensor, name).__get__(tensor) for name in _TENSOR_HOOKS)
+        return _backward_hooks(tensor), _accumulated_hooks(tensor)
 
 
 def _attribute_places(holder: Any, path: str) -> Iterator[Place]:
@@ -124,24 +161,25 @@ def _attribute_places(holder: Any, path: str) -> Iterator[Place]:
         yield "member", holder, name, value, f"{path}.{name}"
 
 
-def _class_places(cls: type, path: str) -> Iterator[Place]:
+def _class_places(cls: type, path: str) -> list[Place]:
+    found: list[Place] = []
     for name, value in list(vars(cls).items()):
         if name.startswith("__") and name.endswith("__"):
             continue
-        for function in _functions_of(value):
-            yield "class", cls, name, function, f"{path}.{name}"
+        functions = _functions_of(value) if issubclass(type(value), _WRAPPING) else (value,)
+        for function in functions:
+            found.append(("class", cls, name, function, f"{path}.{name}"))
+    return found
 
 
-def _functions_of(value: Any) -> Iterator[Any]:
-    """Yield the functions that a descriptor wraps, or the class attribute itself."""
-    if is_a(value, staticmethod) or is_a(value, classmethod):
-        yield value.__func__
-    elif is_a(value, property):
-        yield from (f for f in (value.fget, value.fset, value.fdel) if f is not None)
-    elif is_a(value, functools.cached_property):
-        yield value.func
-    else:
-        yield value
+_WRAPPING = (staticmethod, classmethod, property, functools.cached_property)
+
+
+def _functions_of(value: Any) -> tuple[Any, ...]:
+    """Return the functions that a descriptor wraps."""
+    if issubclass(type(value), property):
+        return tuple([f for f in (value.fget, value.fset, value.fdel) if f is not None])
+    return (value.func if issubclass(type(value), functools.cached_property) else value.__func__,)
 
 
 def _function_places(function: types.FunctionType, path: str) -> Iterator[Place]:
@@ -165,7 +203,7 @@ def _cell_places(cell: types.CellType, path: str) -> Iterator[Place]:
 
 
 def _partial_places(holder: Any, path: str) -> Iterator[Place]:
-    if not is_a(holder, functools.partial):
+    if not issubclass(type(holder), functools.partial):
         return
     yield "fixed", holder, "func", holder.func, f"{path}.func"
     yield "attribute", PartialArguments(holder), "value", holder.args, f"{path}.args"
@@ -176,7 +214,7 @@ def _partial_places(holder: Any, path: str) -> Iterator[Place]:
 def _proxy_places(proxy: Any, path: str) -> Iterator[Place]:
     """Yield the mapping of a read-only view, unless it is that of a class, which has its places."""
     for mapping in gc.get_referents(proxy):
-        if not (is_a(mapping, dict) and dict.__contains__(mapping, "__module__")):
+        if not (issubclass(type(mapping), dict) and dict.__contains__(mapping, "__module__")):
             yield "fixed", proxy, "mapping", mapping, path
 
 
@@ -189,7 +227,7 @@ def _local_places(local: threading.local, path: str) -> Iterator[Place]:
 
 
 def _exception_places(holder: Any, path: str) -> Iterator[Place]:
-    if is_a(holder, BaseException):
+    if issubclass(type(holder), BaseException):
         args, *chained = (getattr(BaseException, name).__get__(holder) for name in _EXCEPTION)
         yield "attribute", holder, "args", args, f"{path}.args"
         for name, value in zip(_EXCEPTION[1:], chained, strict=True):
@@ -203,9 +241,9 @@ def cache_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
     """Return (kind, owner, value) of one object's places that have the names of rotary caches."""
     named: dict[str, tuple[str, Any, Any]] = {}
     for owner in namespaces(holder):
-        if is_a(owner, dict):
-            held = filter(functools.partial(dict.__contains__, owner), derived.CACHES)
-            named |= {name: ("entry", owner, dict.__getitem__(owner, name)) for name in held}
+        if issubclass(type(owner), dict):
+            for name in filter(functools.partial(dict.__contains__, owner), derived.CACHES):
+                named[name] = "entry", owner, dict.__getitem__(owner, name)
     for name, member in members(type(holder)).items():
         if name in derived.CACHES:
             with suppress(AttributeError):  # declared and not set
@@ -216,14 +254,14 @@ def cache_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
 def namespaces(holder: Any) -> tuple[Any, ...]:
     """Return the dictionaries of an object's attributes, None for a missing one. New attributes go
     to the last."""
-    if is_a(holder, torch.nn.Module):
+    if issubclass(type(holder), torch.nn.Module):
         return own_attributes(holder), holder._buffers
-    return (holder,) if is_a(holder, dict) else (own_attributes(holder),)
+    return (holder,) if issubclass(type(holder), dict) else (own_attributes(holder),)
 
 
 def item_names(value: object) -> tuple[str, ...]:
     """Return the names of a named tuple's items; empty for any other object."""
-    if not is_a(value, tuple):
+    if not issubclass(type(value), tuple):
         return ()
     fields = class_attribute(type(value), "_fields")
     return fields if type(fields) is tuple and len(fields) == tuple.__len__(value) else ()
@@ -237,13 +275,9 @@ def is_dataclass_field(cls: Any, name: str) -> bool:
 # ---- paths ---------------------------------------------------------------------------------------
 
 
-def _child_text(name: str) -> str:
-    return f".{name}" if name.isidentifier() else f"[{name}]"
-
-
 def key_text(key: object, position: int) -> str:
     """Write a key for a path. The text is equal on every rank: it has no address of an object."""
     for kind in (str, bool, int):
-        if is_a(key, kind):
+        if issubclass(type(key), kind):
             return kind.__repr__(key)
     return f"{type(key).__name__} {position}"

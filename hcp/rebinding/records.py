@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -15,7 +16,7 @@ import torch
 from hcp._core import Structure
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_closed_tensor, is_wrapper
-from hcp.rebinding.looks import is_a, members, own_attributes
+from hcp.rebinding.looks import members, own_attributes
 from hcp.rebinding.places import ATOMS, MODULE_HOOKS, hooks_of, places, tensor_hooks
 
 _PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -24,6 +25,8 @@ _MORE_THAN_ATTRIBUTES: Any = (
     *(BaseException, threading.local),
 )
 """Classes of objects that have places beside their attributes."""
+_hooks_among = operator.itemgetter(*MODULE_HOOKS)
+"""Takes the dictionaries of hooks out of a module's attributes."""
 _NUMBERS_AND_TEXT = (int, float, bool, str)
 
 
@@ -44,17 +47,22 @@ class Records:
         self._reads: list[tuple[Callable[[], Any], Any]] = []
         """(function, what it returned) of values that change in place, or that no pointer shows."""
 
-    def note_tensor(self, tensor: torch.Tensor) -> None:
-        """Note a tensor, which can be given attributes and hooks."""
+    def note_tensor(self, tensor: torch.Tensor) -> bool:
+        """Note a tensor, which can be given attributes and hooks. Return whether the walk goes into
+        it: it has some, and its class is none of those that keep groups there."""
         attributes = vars(tensor)
         if id(attributes) in self._tensors:
-            return
+            return False
         self._tensors.add(id(attributes))
         self.holders.append(attributes)
-        if not is_closed_tensor(tensor):
-            hooks = hooks_of(tensor)
-            self._hooks.append((weakref.ref(tensor), *hooks))
-            self.holders += [each for each in hooks if each is not None]
+        if is_closed_tensor(tensor):
+            return False
+        hooks = hooks_of(tensor)
+        self._hooks.append((weakref.ref(tensor), *hooks))
+        for each in hooks:
+            if each is not None:
+                self.holders.append(each)
+        return bool(attributes) or any(hooks)
 
     def note(self, holder: Any, path: str) -> None:
         """Note an object that the walk looks into."""
@@ -66,7 +74,7 @@ class Records:
             return
         attributes = own_attributes(holder)
         if attributes is not None and not (
-            is_a(holder, _MORE_THAN_ATTRIBUTES) or members(type(holder))
+            issubclass(type(holder), _MORE_THAN_ATTRIBUTES) or members(type(holder))
         ):
             self.holders.append(attributes)
         else:
@@ -77,10 +85,10 @@ class Records:
             self.others.append((module, path))
             return
         self.holders.append(module._modules)
-        if is_wrapper(module):
+        if is_wrapper(type(module)):
             return  # its own attributes change at every step, and are no places
         own = vars(module)
-        self.holders += (own, module._buffers, *(own[name] for name in MODULE_HOOKS))
+        self.holders += (own, module._buffers, *_hooks_among(own))
         self.exact.append(module._parameters)
         if module._buffers:
             self.buffers.append(module._buffers)
@@ -109,7 +117,7 @@ class Records:
         """Record the values that all noted objects hold. Return a function that tells whether they
         still hold them. `strict`: whether what looks dependent counts, too."""
         names = _names((*self.holders, *self.exact))
-        watched = frozenset(name for name in names if derived.is_watched(name, strict))
+        watched = frozenset([name for name in names if derived.is_watched(name, strict)])
         structure = Structure(self.holders, watched, tuple(ATOMS))
         exact = Structure(self.exact, watched, (type(None),))
         others = [(holder, path, _values(holder, path, strict)) for holder, path in self.others]
@@ -156,7 +164,7 @@ def _is_bare(tensor: torch.Tensor) -> bool:
 
 
 def _names(holders: tuple[Any, ...]) -> set[str]:
-    dictionaries = (holder for holder in holders if is_a(holder, dict))
+    dictionaries = [holder for holder in holders if issubclass(type(holder), dict)]
     return {key for dictionary in dictionaries for key in dictionary if type(key) is str}
 
 
@@ -182,7 +190,7 @@ def _number_or_text(kind: str, owner: Any, name: str) -> tuple[type, Any] | None
 
 
 def _values(holder: Any, path: str, strict: bool) -> list[Any]:
-    values = sorted(set.__iter__(holder), key=id) if is_a(holder, set) else []
+    values = sorted(set.__iter__(holder), key=id) if issubclass(type(holder), set) else []
     values += [
         value if type(value) not in ATOMS or _is_watched(key, strict) else None
         for _, _, key, value, _ in places(holder, path)

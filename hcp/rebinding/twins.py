@@ -18,12 +18,10 @@ class Twins:
         self.layouts: tuple[ProcessGroups, ProcessGroups] | None = (train, evaluation)
         """(training, evaluation); None for the twins of a mapping."""
         self.kept: dict[Any, Any] = {}
-        self._by_id: dict[int, dict[str, Any]] = {}
-        self.differing = [
-            role
-            for role in train.roles
-            if getattr(train, role) is not getattr(evaluation, role, None)
-        ]
+        self.by_id: dict[int, dict[str, Any]] = {}
+        """The twins by role of each object of the training layout, by its identity."""
+        old, new = train.by_role, evaluation.by_role
+        self.differing = [role for role in old if old[role] is not new.get(role)]
         """Roles whose groups change."""
         self._add_all(train, evaluation)
         self.eval_only = _only_in(evaluation, train)
@@ -33,7 +31,7 @@ class Twins:
         self.known = {id(group) for group in derived.free_groups(train.source)}
         """Groups of the trainer's collection that are the same in every layout, by identity."""
         self.ranks = {role: train.ranks(role) for role in self.differing}
-        self._derived = _derived_pairs(train, evaluation)
+        self._derived: dict[tuple[str, str], tuple[Any, Any] | None] = {}
         self._names = {str(group.group_name): group for group in self.groups()}
 
     @classmethod
@@ -41,7 +39,7 @@ class Twins:
         """Make twins of any objects. They have no roles, and no values are derived from them."""
         self = cls.__new__(cls)
         self.layouts = None
-        self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
+        self.by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
         self.kept = dict(mapping)
         self.differing = [f"group {i}" for i in range(len(mapping))]
         self.eval_only, self.closed, self.known = set(), set(), set()
@@ -52,12 +50,13 @@ class Twins:
         """The groups of the training layout whose twin is another object."""
         if self.layouts is None:
             return [old for old in self.kept if isinstance(old, dist.ProcessGroup)]
-        train = self.layouts[0]
-        every = [*(getattr(train, role) for role in train.roles), *train.hierarchy]
-        differing = (
-            group for group in every if any(t is not group for t in self._by_id[id(group)].values())
-        )
-        return list({id(group): group for group in differing}.values())
+        every = [*self.layouts[0].by_role.values(), *self.layouts[0].hierarchy]
+        differing: dict[int, dist.ProcessGroup] = {}
+        for group in every:
+            for twin in self.by_id[id(group)].values():
+                if twin is not group:
+                    differing[id(group)] = group
+        return list(differing.values())
 
     def named(self, name: str) -> dist.ProcessGroup | None:
         """The group of the training layout that torch knows by a name."""
@@ -65,7 +64,7 @@ class Twins:
 
     def get(self, value: object) -> dict[str, Any] | None:
         """Return the twins of an object of the training layout by role; None for other objects."""
-        return self._by_id.get(id(value))
+        return self.by_id.get(id(value))
 
     def choose(self, roles: Mapping[str, Any], name: object, path: str) -> tuple[str, Any]:
         """Return the role and twin of a slot. Its name decides between several roles."""
@@ -88,18 +87,29 @@ class Twins:
         if known is None:
             return None
         if known not in self._derived:
+            self._derived[known] = self._values(*known)
+        values = self._derived[known]
+        return None if values is None else (*known, *values)
+
+    def _values(self, role: str, kind: str) -> tuple[Any, Any] | None:
+        """The value of a role in both layouts, None if not both have the role."""
+        if self.layouts is None or any(role not in groups.roles for groups in self.layouts):
             return None
-        return (*known, *self._derived[known])
+        train, evaluation = self.layouts
+        return derived.derived_value(train, role, kind), derived.derived_value(
+            evaluation, role, kind
+        )
 
     def _add(self, role: str, original: object, value: object | None) -> None:
-        self._by_id.setdefault(id(original), {})[role] = value
+        self.by_id.setdefault(id(original), {})[role] = value
 
     def _add_all(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
         self._add("collection", train, evaluation)
         if train.source is not None and evaluation.source is not None:
             self._add("collection", train.source, evaluation.source)
-        for role in train.roles:
-            self._add(role, getattr(train, role), getattr(evaluation, role, None))
+        new = evaluation.by_role
+        for role, group in train.by_role.items():
+            self._add(role, group, new.get(role))
         levels = evaluation.hierarchy
         for i, level in enumerate(train.hierarchy):
             # The name of Megatron's field for hierarchical CP groups, a list of one per level.
@@ -108,8 +118,7 @@ class Twins:
 
 def _only_in(evaluation: ProcessGroups, train: ProcessGroups) -> set[int]:
     """Return the identities of groups and collections that the training layout does not have."""
-    originals = {id(getattr(train, role)) for role in train.roles}
-    groups = {id(getattr(evaluation, role)) for role in evaluation.roles} - originals
+    groups = set(map(id, evaluation.by_role.values())) - set(map(id, train.by_role.values()))
     return groups if evaluation is train else groups | {id(evaluation)}
 
 
@@ -119,20 +128,6 @@ def _closed_sources(train: ProcessGroups, evaluation: ProcessGroups) -> set[int]
     if evaluation.source is None:
         return set()
     return {id(source) for source in (train.source, evaluation.source) if source is not None}
-
-
-def _derived_pairs(
-    train: ProcessGroups, evaluation: ProcessGroups
-) -> dict[tuple[str, str], tuple[Any, Any]]:
-    return {
-        (role, kind): (
-            derived.derived_value(train, role, kind),
-            derived.derived_value(evaluation, role, kind),
-        )
-        for role in train.roles
-        if role in evaluation.roles
-        for kind in derived.KINDS
-    }
 
 
 def _ambiguous(path: str, roles: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
-from hcp.rebinding.closed import LRU_CACHE, is_closed_package, is_closed_tensor, is_open
+from hcp.rebinding.closed import LRU_CACHE, is_closed_package, is_open
 from hcp.rebinding.exclude import Exclude, Excluded
 from hcp.rebinding.findings import (
     Finding,
@@ -21,7 +21,7 @@ from hcp.rebinding.findings import (
     doubt_about_mesh,
     doubt_about_value,
 )
-from hcp.rebinding.looks import has, is_a, module_of, own_attributes
+from hcp.rebinding.looks import has, module_of, own_attributes
 from hcp.rebinding.places import (
     ATOMS,
     Place,
@@ -31,7 +31,6 @@ from hcp.rebinding.places import (
     key_text,
     namespaces,
     places,
-    tensor_hooks,
 )
 from hcp.rebinding.records import Records
 from hcp.rebinding.rules import Rule, attributes_of, registered
@@ -54,6 +53,7 @@ class Walk:
     def __init__(self, twins: Twins, exclude: Exclude = ()) -> None:
         self.twins = twins
         self.excluded = Excluded(exclude)
+        self._excludes = bool(exclude)
         self.records = Records()
         self.slots: list[Slot] = []
         self.findings: list[Finding] = []
@@ -84,6 +84,7 @@ class Walk:
         self._ruled: set[tuple[int, str]] = set()
         """(identity of the owner, name) of places that a rule or a cache's slots cover."""
         self._class_rules: dict[type, list[Rule]] = {}
+        self._own_rules: dict[type, list[Rule]] = {}
         self._weak = {id(ref): g for g in twins.groups() for ref in weakref.getweakrefs(g)}
 
     def run(self, model: object) -> None:
@@ -119,16 +120,16 @@ class Walk:
         switches = list(self._rules(holder, path))
         self._rotary_cache(holder, path)
         self.records.note(holder, path)
-        if is_a(holder, set):
+        if issubclass(type(holder), set):
             self._set(holder, path)
-        if is_a(holder, dict):
+        if issubclass(type(holder), dict):
             self._keys(holder, path)
-        if is_a(holder, LRU_CACHE) and self.twins.differing:
+        if issubclass(type(holder), LRU_CACHE) and self.twins.differing:
             cleared = ClearedCache(holder.cache_clear)
             self.slots.append(Slot(path, "cache", "attribute", cleared, "value", None))
         for place in places(holder, path):
             self._look(place)
-        if not is_a(holder, type):
+        if not issubclass(type(holder), type):
             self._classes(type(holder))
         for switch in switches:  # once the object holds what its method reads
             self.slots.append(switch)
@@ -138,20 +139,22 @@ class Walk:
         named = type(key) is str
         if self._ruled and named and (id(owner), key) in self._ruled:
             return
-        if self._is_excluded(value, path):
+        if self._excludes and self._is_excluded(value, path):
             return
         if kind == "class" and named and is_dataclass_field(owner, key) and self.twins.derived(key):
             return  # a dataclass's default: its instances hide it
-        role, new = (named and self._derived(key, value, path)) or self._replace(value, path, key)
+        watched = named and derived.is_watched(key, False)
+        own = self._derived(key, value, path) if watched else None
+        role, new = own or self._replace(value, path, key)
         if not role:
             return
         if kind != "fixed":
             self.slots.append(Slot(path, role, *writer_of(kind, owner, key), new))
-        elif is_a(value, dist.ProcessGroup):
+        elif issubclass(type(value), dist.ProcessGroup):
             self._find(path, f"holds the group {role!r} where nothing can be written")
 
     def _is_excluded(self, value: Any, path: str) -> bool:
-        if not self.excluded or not self.excluded.matches(value, path):
+        if not self.excluded.matches(value, path):
             return False
         self.left_out.append(value)
         return True
@@ -168,22 +171,26 @@ class Walk:
     def _replace(self, value: Any, path: str, name: object) -> tuple[str, Any]:
         """The role and the new value of a place. The role is "" if nothing is to change."""
         if type(value) in ATOMS:
-            self._atom(value, path, name)
+            dependent = type(name) is str and (value is True or derived.looks_dependent(name))
+            if dependent or issubclass(type(value), torch.Tensor):
+                self._atom(value, path, name)
             return "", value
-        roles = self.twins.get(value)
+        roles = self.twins.by_id.get(id(value))
         if roles is not None:
             return self._twin(value, roles, path, name)
         if id(value) in self.twins.eval_only:
             self.eval_held.append(path)
-        elif is_a(value, (tuple, frozenset)):
+        elif issubclass(type(value), (tuple, frozenset)):
             return self._replace_items(value, path, name)
+        elif issubclass(type(value), torch.nn.Module):
+            self._reach(value, path)
         elif id(value) in self._weak:
             return self._weakly(value, path, name)
-        elif is_a(value, dist.ProcessGroup):
+        elif issubclass(type(value), dist.ProcessGroup):
             self._doubt(path, doubt_about_group(value, name, self.twins))
-        elif is_a(value, DeviceMesh):
+        elif issubclass(type(value), DeviceMesh):
             self._doubt(path, doubt_about_mesh(value, self.twins))
-        elif is_a(value, torch.Tensor) or derived.is_numpy(value):
+        elif issubclass(type(value), torch.Tensor) or type(value).__module__ == "numpy":
             self._atom(value, path, name)
             self._reach(value, path)
         else:
@@ -216,9 +223,8 @@ class Walk:
         return "", value
 
     def _atom(self, value: Any, path: str, name: object) -> None:
-        if is_a(value, torch.Tensor):
-            self.records.note_tensor(value)
-            self._reach_tensor(value, path)
+        if issubclass(type(value), torch.Tensor) and self.records.note_tensor(value):
+            self._later(value, path)
         if type(name) is str:
             self._doubt(path, doubt_about_value(name, value, self.twins))
 
@@ -231,18 +237,18 @@ class Walk:
     def _rebuild(self, value: Collection[Any], path: str, name: object) -> tuple[str, Any]:
         roles, items = [], []
         fields = item_names(value)
-        items_of: Any = tuple.__iter__ if is_a(value, tuple) else frozenset.__iter__
+        items_of: Any = tuple.__iter__ if issubclass(type(value), tuple) else frozenset.__iter__
         for i, item in enumerate(items_of(value)):
             at = f"{path}.{fields[i]}" if fields else f"{path}[{i}]"
             role, new = "", item
-            if not self._is_excluded(item, at):
+            if not (self._excludes and self._is_excluded(item, at)):
                 own = (fields and self._derived(fields[i], item, at)) or None
                 role, new = own or self._replace(item, at, fields[i] if fields else name)
             items.append(new)
             roles += [role] if role else []
         if not roles:
             return "", value
-        if is_a(value, frozenset):
+        if issubclass(type(value), frozenset):
             return ", ".join(sorted(roles)), type(value)(items)
         # Also right for named tuples, whose classes take their fields one by one.
         new_tuple: Any = tuple.__new__
@@ -266,24 +272,17 @@ class Walk:
                 )
 
     def _is_of_training(self, key: Any) -> bool:
-        if is_a(key, tuple):
+        if issubclass(type(key), tuple):
             return any(map(self._is_of_training, tuple.__iter__(key)))
-        if is_a(key, frozenset):
+        if issubclass(type(key), frozenset):
             return any(map(self._is_of_training, frozenset.__iter__(key)))
         roles = self.twins.get(key) or {}
         return any(twin is not key for twin in roles.values())
 
     def _reach(self, value: Any, path: str) -> None:
-        if is_a(value, (tuple, frozenset)):
+        if issubclass(type(value), (tuple, frozenset)):
             self._replace_items(value, path, None)
         elif id(value) not in self.twins.closed and is_open(value):
-            self._later(value, path)
-
-    def _reach_tensor(self, value: torch.Tensor, path: str) -> None:
-        """Reach the attributes and hooks of a tensor, unless its class keeps groups there."""
-        if is_closed_tensor(value):
-            return
-        if own_attributes(value) or any(True for _ in tensor_hooks(value)):
             self._later(value, path)
 
     def _later(self, value: Any, path: str) -> None:
@@ -331,9 +330,11 @@ class Walk:
 
     def _rotary_cache(self, holder: Any, path: str) -> None:
         """Add slots that empty a rotary cache, which was made for the training layout's rows."""
-        if is_a(holder, type) or not self.twins.differing:
+        if issubclass(type(holder), type) or not self.twins.differing:
             return
         held = cache_places(holder)
+        if not held:
+            return
         for name in held.keys() & derived.CACHE_LENGTHS:
             self.records.note_type(*held[name][:2], name)
         tensors = [n for n in derived.CACHE_TENSORS if n in held]
@@ -354,7 +355,7 @@ class Walk:
             kind, owner, _ = held[name]
         else:
             kind, owner = "absent", namespaces(holder)[-1]
-            if not is_a(owner, dict):
+            if not issubclass(type(owner), dict):
                 return
         self._ruled.add((id(owner), name))
         at = f"{path}[{name!r}]" if owner is holder and kind == "entry" else f"{path}.{name}"
@@ -364,7 +365,7 @@ class Walk:
 
     def _rules(self, holder: Any, path: str) -> Iterator[Slot]:
         """Add the slots of the rules for an object, and yield those that call a method."""
-        if is_a(holder, type) or self.twins.layouts is None or not self.twins.ranks:
+        if issubclass(type(holder), type) or self.twins.layouts is None or not self.twins.ranks:
             return
         train, target = self.twins.layouts
         for rule in (*self._rules_of(type(holder)), *packages.rules_by_shape(holder)):
@@ -377,7 +378,12 @@ class Walk:
     def _rules_of(self, cls: type) -> list[Rule]:
         """The rules for a class, its own before those for its bases."""
         if cls not in self._class_rules:
-            self._class_rules[cls] = [rule for base in cls.__mro__ for rule in _rules_for(base)]
+            rules: list[Rule] = []
+            for base in cls.__mro__:
+                if base not in self._own_rules:
+                    self._own_rules[base] = list(_rules_for(base))
+                rules += self._own_rules[base]
+            self._class_rules[cls] = rules
         return self._class_rules[cls]
 
     def _note_ruled(
@@ -393,7 +399,7 @@ class Walk:
         changes = dict(changes)
         for name in rule.caches:
             attributes = own_attributes(holder)
-            if attributes is not None and is_a(attributes.get(name), dict):
+            if attributes is not None and issubclass(type(attributes.get(name)), dict):
                 self._dictionary_slot(attributes, name, path)
             else:
                 changes[name] = None
@@ -419,7 +425,7 @@ class Walk:
     def _attribute_slot(self, holder: Any, name: str, value: Any, path: str) -> None:
         kind, owner = _owner_of(holder, name)
         self._ruled.add((id(owner), name))
-        self.groups_found += is_a(value, dist.ProcessGroup)
+        self.groups_found += issubclass(type(value), dist.ProcessGroup)
         self.slots.append(Slot(f"{path}.{name}", "rule", kind, owner, name, value))
 
 
@@ -428,7 +434,7 @@ def _owner_of(holder: Any, name: str) -> tuple[str, Any]:
     attributes = own_attributes(holder)
     if attributes is None:
         return "member", holder
-    if is_a(holder, torch.nn.Module) and name in holder._buffers:
+    if issubclass(type(holder), torch.nn.Module) and name in holder._buffers:
         return "entry", holder._buffers
     return "entry", attributes
 
@@ -471,6 +477,6 @@ def _ask(
 def _is_of(holder: Any, train: ProcessGroups) -> bool:
     """Whether an object is in the training layout: it has its CP group, its levels, or none yet."""
     group = getattr(holder, "cp_group", None)
-    if is_a(group, (list, tuple)):
+    if issubclass(type(group), (list, tuple)):
         return list(map(id, group)) == list(map(id, train.hierarchy))
     return group is None or group is train.cp
