@@ -47,8 +47,8 @@ class Rotary(NamedTuple):
     def for_kernels(self, dtype: torch.dtype) -> Rotary:
         """The same rotation with the tables that kernels take for rows of a dtype."""
         wide = torch.promote_types(dtype, torch.float32)
-        cos, sin = (table.to(wide).contiguous() for table in (self.cos, self.sin))
-        return Rotary(cos, sin, self.interleaved)
+        cos, sin = self.cos.to(wide), self.sin.to(wide)
+        return Rotary(cos.contiguous(), sin.contiguous(), self.interleaved)
 
     def rotate(self, t: Tensor) -> Tensor:
         """Rotate rows (T, heads, D) that fit, in one pass. This is as ``for_kernels`` gives it."""

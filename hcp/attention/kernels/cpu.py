@@ -46,8 +46,8 @@ class CpuFlash:
         for tile in _tiles(launch):
             rows = [query[tile.queries], key[tile.keys], value[tile.keys]]
             parts.append(_cpu_flash(rows, tile, scale))
-        out = _end_to_end([out for out, _ in parts])[..., :width]
-        return out, _end_to_end([lse for _, lse in parts])
+        outs, sums = zip(*parts, strict=True)
+        return _end_to_end(outs)[..., :width], _end_to_end(sums)
 
     def backward(
         self,
@@ -92,10 +92,11 @@ class CpuFlash:
                 scale=scale,
             )
             grads.append([grad.squeeze(0).transpose(0, 1) for grad in tile_grads])
+        of_queries, of_keys, of_values = zip(*grads, strict=True)
         return (
-            _end_to_end([grad[0] for grad in grads]),
-            _summed(tiles, [grad[1] for grad in grads], key),
-            _summed(tiles, [grad[2] for grad in grads], value),
+            _end_to_end(of_queries),
+            _summed(tiles, of_keys, key),
+            _summed(tiles, of_values, value),
         )
 
 

@@ -335,8 +335,10 @@ def _refuse_with_indices(
 def _keys(key: Tensor, value: Any, count: int) -> dict[str, Any]:
     """The arguments of attention for the first rows of keys and values. Rotary embedding may widen
     queries and keys; values stay as they were."""
-    rows = (x[0].transpose(0, 1)[:count].to(value.dtype) for x in (key, value))
-    return dict(zip(("key", "value"), rows, strict=True))
+    return {
+        "key": key[0].transpose(0, 1)[:count].to(value.dtype),
+        "value": value[0].transpose(0, 1)[:count],
+    }
 
 
 def _with_temperature(module: nn.Module, query: Tensor, cp: ContextParallelHandler) -> Tensor:

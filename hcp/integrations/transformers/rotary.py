@@ -15,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -185,7 +186,7 @@ def _by_hcp(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def apply_rotary_pos_emb(*given: Any, **options: Any) -> Any:
-        if not any(isinstance(each, _Marked) for each in (*given, *options.values())):
+        if _Marked not in map(type, (*given, *options.values())):
             return function(*given, **options)
         query, key, marked, more = _arguments(function, given, options)
         tables = _parts(marked)
@@ -210,12 +211,13 @@ def _arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, tuple[_Marked, ...], tuple[Any, ...]]:
     """query, key, tables and the rest of the positional ones. Takes tables out of options."""
-    taken = [*given, *(options.pop(name) for name in ("cos", "sin") if name in options)]
-    count = 2 + sum(isinstance(each, _Marked) for each in taken)
+    taken = [*given, *map(options.pop, filter(options.__contains__, ("cos", "sin")))]
+    count = 2 + [*map(type, taken)].count(_Marked)
     tables = taken[2:count]
     kinds = (Tensor, Tensor, _Marked, _Marked)[:count]
     fit = len(taken) >= count and all(map(isinstance, taken, kinds)) and _are_one(tables)
-    if not fit or any(isinstance(each, Tensor) for each in (*taken[count:], *options.values())):
+    others = *taken[count:], *options.values()
+    if not fit or any(map(isinstance, others, repeat(Tensor))):
         names = ", ".join(type(each).__name__ for each in taken)
         raise UnknownRotaryError(
             f"{_name(function)} is called with ({names}), expected query, key, cos and sin, and no "
@@ -300,11 +302,8 @@ class MarkTables:
             return None
         _install(module)
 
-        def marked(table: Tensor) -> _Marked:
-            return _Marked(table, self.rotator, cp)
-
-        whole = isinstance(tables, Tensor)
-        given = marked(tables) if whole else tuple(map(marked, tables))
+        mark = functools.partial(_Marked, rotator=self.rotator, cp=cp)
+        given = mark(tables) if isinstance(tables, Tensor) else tuple(map(mark, tables))
         return positional, keywords | {_TABLES: given}
 
 
@@ -316,10 +315,12 @@ def _are_tables(tables: Any, cp: ContextParallelHandler) -> bool:
     if isinstance(tables, Tensor):
         return tables.is_complex() and _is_table(tables, cp)
     pair = isinstance(tables, tuple) and len(tables) == 2
-    return pair and all(isinstance(t, Tensor) and _is_table(t, cp) for t in tables)
+    return pair and all(map(_is_table, tables, repeat(cp)))
 
 
-def _is_table(table: Tensor, cp: ContextParallelHandler) -> bool:
+def _is_table(table: Any, cp: ContextParallelHandler) -> bool:
+    if not isinstance(table, Tensor):
+        return False
     return table.dim() == 3 and table.shape[:2] == (1, max(1, cp.rows))
 
 
