@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,7 @@ def is_kept_by_torch(holder: Any, module: str) -> bool:
     )
 
 
-@cache
-def is_wrapper(module: type[torch.nn.Module]) -> bool:
+def _is_wrapper(module: type) -> bool:
     """Whether a class of modules is a DDP, FSDP or compiled wrapper, which has groups of its own to
     shard and reduce over.
 
@@ -126,6 +125,10 @@ def is_wrapper(module: type[torch.nn.Module]) -> bool:
     if not own.startswith("torch.") or own.startswith("torch.nn.modules."):
         return False
     return all(module_of(cls).startswith("torch.") for cls in classes if cls is not object)
+
+
+is_wrapper: Callable[[type], bool] = cache(_is_wrapper)
+"""The same, found once for each class."""
 
 
 @cache

@@ -16,7 +16,8 @@ _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 def is_a(value: object, classes: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
     """Whether the type of a value is one of these classes or derived from one. isinstance would
-    also ask the value for its ``__class__``."""
+    also ask the value for its ``__class__``. What the walk asks of every object it asks as this
+    does, without the call."""
     return issubclass(type(value), classes)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hcp.rebinding import derived
 from hcp.rebinding.closed import is_open_function, is_wrapper
-from hcp.rebinding.looks import class_attribute, members, own_attributes
+from hcp.rebinding.looks import class_attribute, is_a, members, own_attributes
 from hcp.rebinding.writers import PartialArguments
 
 Place = tuple[str, Any, Any, Any, str]
@@ -261,7 +261,7 @@ def namespaces(holder: Any) -> tuple[Any, ...]:
 
 def item_names(value: object) -> tuple[str, ...]:
     """Return the names of a named tuple's items; empty for any other object."""
-    if not issubclass(type(value), tuple):
+    if not is_a(value, tuple):
         return ()
     fields = class_attribute(type(value), "_fields")
     return fields if type(fields) is tuple and len(fields) == tuple.__len__(value) else ()

@@ -9,6 +9,7 @@ from typing import Any
 from hcp.exchange.transport import Transport
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages
+from hcp.rebinding.looks import is_a
 from hcp.rebinding.twins import Twins
 from hcp.rebinding.walk import Walk
 
@@ -37,12 +38,12 @@ class Request:
             old: Any = tuple((id(a), id(b)) for a, b in self.old.items())
         else:
             old = (id(self.old), id(self.new))
-        chunks = self.model if issubclass(type(self.model), (list, tuple)) else (self.model,)
+        chunks = self.model if is_a(self.model, (list, tuple)) else (self.model,)
         return (
             old,
             tuple(map(id, chunks)),
             self.strict,
-            *(x if issubclass(type(x), str) else id(x) for x in self.exclude),
+            *(x if is_a(x, str) else id(x) for x in self.exclude),
         )
 
     def layouts(self) -> str:

@@ -13,7 +13,7 @@ from hcp.errors import HcpError
 from hcp.rebinding import packages, revision
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere
-from hcp.rebinding.looks import own_attributes
+from hcp.rebinding.looks import is_a, own_attributes
 from hcp.rebinding.places import MODEL_TABLES
 from hcp.rebinding.request import Request, another_layout, same_layout, walk_for
 from hcp.rebinding.writers import Slot
@@ -146,7 +146,7 @@ while they are switched."""
 
 def tables_of(model: object) -> ModelTables:
     """Return the tables of a model. Its first object that has a __dict__ keeps them."""
-    parts = model[:1] if issubclass(type(model), (list, tuple)) else ()
+    parts = model[:1] if is_a(model, (list, tuple)) else ()
     for owner in (model, *parts):
         attributes = own_attributes(owner)
         if attributes is not None:

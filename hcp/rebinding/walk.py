@@ -21,7 +21,7 @@ from hcp.rebinding.findings import (
     doubt_about_mesh,
     doubt_about_value,
 )
-from hcp.rebinding.looks import has, module_of, own_attributes
+from hcp.rebinding.looks import has, is_a, module_of, own_attributes
 from hcp.rebinding.places import (
     ATOMS,
     Place,
@@ -248,7 +248,7 @@ class Walk:
             roles += [role] if role else []
         if not roles:
             return "", value
-        if issubclass(type(value), frozenset):
+        if is_a(value, frozenset):
             return ", ".join(sorted(roles)), type(value)(items)
         # Also right for named tuples, whose classes take their fields one by one.
         new_tuple: Any = tuple.__new__
@@ -477,6 +477,6 @@ def _ask(
 def _is_of(holder: Any, train: ProcessGroups) -> bool:
     """Whether an object is in the training layout: it has its CP group, its levels, or none yet."""
     group = getattr(holder, "cp_group", None)
-    if issubclass(type(group), (list, tuple)):
+    if is_a(group, (list, tuple)):
         return list(map(id, group)) == list(map(id, train.hierarchy))
     return group is None or group is train.cp
