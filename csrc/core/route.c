@@ -170,13 +170,12 @@ hcp_status hcp__check_sources(const hcp_plan *plan, const int32_t *sources, int3
 
 static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
                                  int32_t first, int32_t count, hcp_error *err) {
-  hcp_status status = hcp__check_sources(plan, sources, rank, err);
-  if (status == HCP_OK && (first < 0 || count < 0 || first > plan->micro_batch_count - count))
-    status = hcp__fail(err, HCP_INVALID,
-                       "first is %d and count %d, expected first >= 0, count >= 0 and first + "
-                       "count <= %d (the plan's micro-batches)",
-                       first, count, plan->micro_batch_count);
-  return status;
+  if (first < 0 || count < 0 || first > plan->micro_batch_count - count)
+    return hcp__fail(err, HCP_INVALID,
+                     "first is %d and count %d, expected first >= 0, count >= 0 and first + count "
+                     "<= %d (the plan's micro-batches)",
+                     first, count, plan->micro_batch_count);
+  return hcp__check_sources(plan, sources, rank, err);
 }
 
 static hcp_status build_dispatch(const dispatch *d, int32_t reverse, hcp_table **route,

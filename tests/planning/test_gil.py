@@ -54,6 +54,10 @@ PLAN = hcp.plan(LENGTHS, ranks=64, max_tokens_per_rank=2**20, min_degree=64)
 MASKED = PLAN.with_masks([hcp.Mask.documents([n - 4000, 4000]) for n in LENGTHS])
 REQUEST: dict[str, Any] = {"ranks": 64, "max_tokens_per_rank": 4096, "sync": "micro_batch"}
 SCHEDULE = 1, -1, 0, 2**40
+RUNS = [word for i in range(64) for word in (0, LENGTHS[i], 1)]
+COMPUTED = [word for i in PLAN.micro_batches[0][0].sequences for word in (0, LENGTHS[i], 1)]
+TAKERS = [3] * 64, 3, [1] * 64, RUNS, COMPUTED
+PAYLOAD = PLAN.core.payload("even", LENGTHS, None, TAKERS)
 
 RELEASED: dict[str, Callable[[], Any]] = {
     "plan": lambda: hcp.plan(LENGTHS, **REQUEST),
@@ -66,6 +70,13 @@ RELEASED: dict[str, Callable[[], Any]] = {
     "halo": lambda: PLAN.core.route_halo(0, 5, 3),
     "states": lambda: PLAN.core.states(0, 5, False),
     "rows of states": lambda: PLAN.core.states_rows(0, 5),
+    "payload": lambda: PLAN.core.payload("even", LENGTHS, None, TAKERS),
+    "route of a payload": lambda: PAYLOAD.route([3] * 64, 3, False),
+    "rows of a payload": lambda: PAYLOAD.measure(0, 3, False),
+    "results to tokens": lambda: PAYLOAD.route_to_tokens(0, 3),
+    "a row of each sequence": lambda: PLAN.core.route_by_sequence([3] * 64, 0, 3),
+    "units": lambda: _core.check_units([1] * 9000, [0, 9000, 1]) is None,
+    "fixed capacity": lambda: PLAN.core.fixed(0, 3, 2**16, 64, 2**16, 64),
     "schedule": lambda: PLAN.core.schedule(0, 5, "all_gather", *SCHEDULE),
     "schedule under masks": lambda: MASKED.core.schedule(0, 5, "p2p", *SCHEDULE, 0),
     "time of a pipeline": lambda: _core.pipeline_time(LENGTHS, 8, 1, 0),
