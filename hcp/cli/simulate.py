@@ -427,8 +427,9 @@ def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int
         stages = f"{args.pipeline_stages} stages of {args.virtual_stages} chunks and "
     of_what = Path(args.lengths).name if args.lengths else args.family
     speeds = f", speeds {args.speed_spread:.0%} apart" if args.speed_spread else ""
+    batches = "1 batch" if args.batches == 1 else f"{args.batches} batches"
     yield (
-        f"SIMULATED: {args.batches} batches of {args.sequences} {of_what} sequences, "
+        f"SIMULATED: {batches} of {args.sequences} {of_what} sequences, "
         f"{tokens:,} tokens, on {stages}{args.ranks} ranks of {args.max_tokens_per_rank:,} tokens, "
         f"sync {args.sync}{speeds}; static degree {degree}"
     )

@@ -65,7 +65,8 @@ class Sections:
 
     def count(self, name: str) -> int:
         """Number of records of a section."""
-        return self._heads[2 * self.PLACES[name][0] + 1]
+        number: int = self._heads[2 * self.PLACES[name][0] + 1]
+        return number
 
     def moves(self, name: str) -> list[Move]:
         return [Move(*record) for record in self.records(name)]
@@ -340,7 +341,8 @@ class Schedule(Sections):
     @cached_property
     def key_owners(self) -> dict[int, int]:
         """Local rows of each rank that keys come from, this one among them."""
-        return dict(self.records("KEY_OWNERS"))
+        owners: dict[int, int] = dict(self.section("KEY_OWNERS").tolist())
+        return owners
 
     @cached_property
     def query_rows(self) -> int:

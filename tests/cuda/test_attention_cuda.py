@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from support.rotary import error as rope_error
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Kernel, Launch, PackedKernel, in_packs, kernels_of, trial
+from hcp.attention.kernels import Kernel, Launch, in_packs, kernels_of
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 from hcp.step.dispatch import Groups
@@ -247,30 +246,6 @@ def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
     case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
     case = replace(case, dtype="bfloat16", backend="flash_attn_4")
     expect_rounding_of_one_call(case, record_property)
-
-
-@needs_flash_attn_4
-def test_a_trial_measures_flash_attention_4_and_finds_its_results_right(
-    record_property: Record,
-) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    base, other = (cast(PackedKernel, kernels_of(name, device)[0]) for name in TWO)
-    state = torch.cuda.get_rng_state()
-    trial.measure(base, {"flash_attn_4": other}, device)  # it compiles
-    begun = time.perf_counter()
-    found = trial.measure(base, {"flash_attn_4": other}, device)
-    record_property("seconds", time.perf_counter() - begun)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert found.failed == {}
-    ratios = [
-        tuple(slow / fast for slow, fast in zip(*both, strict=True))
-        for both in zip(*(found.seconds[name] for name in TWO), strict=True)
-    ]
-    record_property("torch / flash_attn_4, forward and backward of each pack", ratios)
-    assert len(ratios) == len(trial.PACKS)
-
-
-TWO = "torch", "flash_attn_4"
 
 
 @needs_flash_attn_4

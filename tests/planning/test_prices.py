@@ -226,5 +226,5 @@ def test_heads_that_are_no_multiple_are_refused(heads: tuple[int, int]) -> None:
 
 def test_a_rank_alone_has_no_comm_type() -> None:
     plan = hcp.plan([64], ranks=2, max_tokens_per_rank=64, max_degree=1)
-    with pytest.raises(ValueError, match="is in a group of [01] ranks, expected >= 2"):
+    with pytest.raises(ValueError, match=r"is in a group of [01] ranks, expected >= 2"):
         _core.comm_times(plan.core, 0, 0, -1, 0, 8, 2, True, False, STAGE_ROWS)

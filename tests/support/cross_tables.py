@@ -166,7 +166,9 @@ class Tables:
         }
 
     def _sent(self, rank: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        pack, sends, sent = [], [], 0
+        pack: list[tuple[int, ...]] = []
+        sends: list[tuple[int, ...]] = []
+        sent = 0
         for peer in range(self.ranks):
             first = sent
             for _, _, row, rows in self.spans.carried(rank, peer):
@@ -179,7 +181,9 @@ class Tables:
         self, rank: int, starts: dict[int, int]
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, ...]]]:
         """(output row, wire row, rows) of what comes, in the order of the wire; and receives."""
-        stores, receives, received = [], [], 0
+        stores: list[tuple[int, int, int]] = []
+        receives: list[tuple[int, ...]] = []
+        received = 0
         for peer in range(self.ranks):
             first = received
             for document, place, _, rows in self.spans.carried(peer, rank):
