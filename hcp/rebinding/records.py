@@ -62,7 +62,7 @@ class Records:
         for each in hooks:
             if each is not None:
                 self.holders.append(each)
-        return bool(attributes) or any(hooks)
+        return bool(attributes) or (any(hooks) and any(True for _ in tensor_hooks(tensor)))
 
     def note(self, holder: Any, path: str) -> None:
         """Note an object that the walk looks into."""

@@ -55,7 +55,7 @@ class MeanMetrics:
     Until then it keeps the plans of at most ``MOST`` steps, however many there are: not every
     trainer logs."""
 
-    MOST = 64
+    MOST = 16
 
     def __init__(self) -> None:
         self.clear()
