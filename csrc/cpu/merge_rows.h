@@ -1,5 +1,6 @@
 /* merge_rows.h - the rows of one run, for one DTYPE: included once for each. */
 #define TOTAL OF(total)
+#include "hcp/merging.h"
 
 static WIDE OF(part_lse)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
@@ -15,15 +16,9 @@ static const STORAGE *OF(part_out)(const merge *m, int64_t record, int64_t row, 
          head * part->out_head_stride;
 }
 
-/* exp(lse - largest), where two equal infinities would give NaN: parts whose
- * lse is +inf share alike. */
-static WIDE OF(share)(WIDE lse, WIDE largest) {
-  return lse == largest ? 1 : OF(exp)(lse - largest);
-}
-
 /* What the parts of one row and head come to. */
 typedef struct TOTAL {
-  WIDE largest; /* lse; -inf: nothing takes part */
+  WIDE largest; /* lse; -inf: nothing takes part, NaN: some part has it */
   WIDE shares;  /* summed */
 } TOTAL;
 
@@ -34,23 +29,15 @@ static WIDE OF(earlier_lse)(const merge *m, int64_t row, int64_t head) {
 static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
   WIDE earlier = OF(earlier_lse)(m, row, head);
   TOTAL total = {earlier, 0};
-  if (earlier != earlier) return (TOTAL){earlier, earlier};
-  for (int64_t r = 0; r < m->n_records; ++r) {
-    WIDE lse = OF(part_lse)(m, r, row, head);
-    if (!(lse <= total.largest)) total.largest = lse; /* takes NaN too */
-    if (total.largest != total.largest) return (TOTAL){total.largest, total.largest};
-  }
-  if (total.largest == -(WIDE)INFINITY) return total;
+  for (int64_t r = 0; r < m->n_records; ++r)
+    total.largest = OF(larger)(total.largest, OF(part_lse)(m, r, row, head));
+  if (OF(is_nan)(total.largest)) return (TOTAL){total.largest, total.largest};
+  if (OF(absent)(total.largest)) return total;
   if (m->lse != NULL) total.shares = OF(share)(earlier, total.largest);
   for (int64_t r = 0; r < m->n_records; ++r)
     total.shares += OF(share)(OF(part_lse)(m, r, row, head), total.largest);
   return total;
 }
-
-/* A part without a say is left out, not multiplied by zero: its output may hold
- * NaN. One whose weight rounds to zero is multiplied, so that its NaN counts, as
- * in a softmax over all keys. */
-static bool OF(absent)(WIDE lse) { return lse == -(WIDE)INFINITY; }
 
 static WIDE OF(weight)(TOTAL total, WIDE lse) {
   if (OF(absent)(lse)) return 0;
@@ -98,7 +85,7 @@ static void OF(merge_row)(const merge *m, int64_t row, void *out, WIDE *lse) {
   WIDE sum[TILE];
   for (int64_t head = 0; head < m->heads; ++head) {
     TOTAL total = OF(merge_total)(m, row, head);
-    lse[head] = total.shares == 0 ? total.largest : total.largest + OF(log)(total.shares);
+    lse[head] = OF(merged_lse)(total.largest, total.shares);
     for (int64_t first = 0; first < m->head_dim; first += TILE) {
       int64_t n = tile_length(m->head_dim, first);
       OF(merge_tile)(m, total, row, head, first, n, sum);

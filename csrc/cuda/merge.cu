@@ -13,57 +13,14 @@ struct merged {
   const void *out, *lse; /* what was merged before, wide; NULL: nothing */
 };
 
-template <class T>
-struct total {
-  typename element<T>::wide largest; /* lse; -inf: nothing takes part */
-  typename element<T>::wide shares;  /* summed */
-};
-
-template <class W>
-__device__ inline W exponential(W x);
-template <>
-__device__ inline double exponential(double x) {
-  return exp(x);
-}
-template <>
-__device__ inline float exponential(float x) {
-  return expf(x);
-}
-
-template <class W>
-__device__ inline W logarithm(W x);
-template <>
-__device__ inline double logarithm(double x) {
-  return log(x);
-}
-template <>
-__device__ inline float logarithm(float x) {
-  return logf(x);
-}
-
-/* exp(lse - largest), where two equal infinities would give NaN: parts whose
- * lse is +inf share alike. */
-template <class W>
-__device__ inline W share(W lse, W largest) {
-  return lse == largest ? W(1) : exponential(lse - largest);
-}
-
-/* A part without a say is left out, not multiplied by zero: its output may hold
- * NaN. One whose weight rounds to zero is multiplied, so that its NaN counts, as
- * in a softmax over all keys. */
-template <class W>
-__device__ inline bool absent(W lse) {
-  return lse == -(W)INFINITY;
-}
-
-template <class T>
-__device__ inline typename element<T>::wide part_lse(const carried_runs &carried, const merged &m,
-                                                     int run, int r, int64_t row, int64_t head) {
-  using W = typename element<T>::wide;
-  const hcp_part &part = m.part[carried.part[r]];
-  int64_t part_row = carried.part_row[r] + row - carried.row[run];
-  return ((const W *)part.lse)[part_row * part.lse_row_stride + head * part.lse_head_stride];
-}
+#define OF(name) name
+#define WIDE float
+#include "hcp/merging.h"
+#undef WIDE
+#define WIDE double
+#include "hcp/merging.h"
+#undef WIDE
+#undef OF
 
 template <class T>
 __device__ inline const T *part_out(const carried_runs &carried, const merged &m, int run, int r,
@@ -78,26 +35,6 @@ __device__ inline typename element<T>::wide earlier_lse(const merged &m, int64_t
                                                         int64_t head) {
   using W = typename element<T>::wide;
   return m.lse == NULL ? -(W)INFINITY : ((const W *)m.lse)[row * m.heads + head];
-}
-
-template <class T>
-__device__ inline total<T> total_of(const carried_runs &carried, const merged &m, int run,
-                                    int64_t row, int64_t head) {
-  using W = typename element<T>::wide;
-  W earlier = earlier_lse<T>(m, row, head);
-  total<T> t = {earlier, 0};
-  if (earlier != earlier) return {earlier, earlier};
-  int begin = carried.record[run], end = carried.record[run + 1];
-  for (int r = begin; r < end; ++r) {
-    W lse = part_lse<T>(carried, m, run, r, row, head);
-    if (!(lse <= t.largest)) t.largest = lse; /* takes NaN too */
-    if (t.largest != t.largest) return {t.largest, t.largest};
-  }
-  if (t.largest == -(W)INFINITY) return t;
-  t.shares = share(earlier, t.largest);
-  for (int r = begin; r < end; ++r)
-    t.shares += share(part_lse<T>(carried, m, run, r, row, head), t.largest);
-  return t;
 }
 
 /* Where one part has the row that a block is at. */
@@ -116,14 +53,16 @@ struct merged_vector {
   using V = vector<T, N>;
   W sum[N] = {};
   W shares = 0;
-  W largest = -(W)INFINITY; /* NaN once any part has it */
+  W largest = -(W)INFINITY; /* -inf: nothing takes part, NaN: some part has it */
 
+  /* A head without elements still has a log-sum-exp. */
   __device__ void begin(const merged &m, int64_t row, int64_t head, int64_t at) {
     largest = earlier_lse<T>(m, row, head);
     if (absent(largest)) return;
+    shares = 1;
+    if (m.head_dim == 0) return;
     auto value = reinterpret_cast<const vector<W, N> *>((const W *)m.out +
                                                         (row * m.heads + head) * m.head_dim)[at];
-    shares = 1;
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[e] = value.at[e];
   }
@@ -158,11 +97,27 @@ struct merged_vector {
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k) {
       if (first + k >= n) lse[k] = -(W)INFINITY;
-      if (!(lse[k] <= highest) && highest == highest) highest = lse[k]; /* takes NaN too */
+      highest = larger(highest, lse[k]);
     }
     if (highest != largest) raise(highest);
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k) add(lse[k], value[k]);
+  }
+
+  __device__ void add_lses(const part_row<T> *parts, int n, int64_t head) {
+    for (int k = 0; k < n; ++k) {
+      W lse = parts[k].lse[head * parts[k].lse_head_stride], highest = larger(largest, lse);
+      if (highest != largest) raise(highest);
+      add(lse, V{});
+    }
+  }
+
+  __device__ W lse() const { return merged_lse(largest, shares); }
+
+  /* What makes the mean of the sum; NaN where some part has it. */
+  __device__ W scale() const {
+    if (is_nan(largest)) return largest;
+    return absent(largest) ? W(0) : W(1) / shares;
   }
 };
 
@@ -204,17 +159,13 @@ __global__ void __launch_bounds__(HCP_THREADS)
     for (unsigned item = threadIdx.x; item < items; item += blockDim.x) {
       unsigned head = item / threads, at = item % threads;
       merged_vector<T, N> sum;
-      if (vectors > 0) sum.begin(m, row, head, at);
+      sum.begin(m, row, head, at);
+      if (vectors == 0) sum.add_lses(parts, n, head);
       for (int first = 0; first < n && vectors > 0; first += IN_FLIGHT)
         sum.add_parts(parts, first, n, head, at);
-      total<T> t = {sum.largest, sum.shares};
-      /* A head without elements still has a log-sum-exp. */
-      if (vectors == 0) t = total_of<T>(carried, m, carried.find(row), row, head);
-      bool none = t.largest == -(W)INFINITY, odd = t.largest != t.largest;
-      if (at == 0)
-        lse[row * m.heads + head] = none || odd ? t.largest : t.largest + logarithm(t.shares);
+      if (at == 0) lse[row * m.heads + head] = sum.lse();
       if (vectors == 0) continue;
-      W scale = odd ? t.largest : none ? W(0) : W(1) / t.shares;
+      W scale = sum.scale();
       vector<O, N> result;
 #pragma unroll
       for (int e = 0; e < N; ++e) result.at[e] = store<O>(sum.sum[e] * scale);
