@@ -4,14 +4,14 @@
 
 static WIDE OF(part_lse)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
-  const hcp_part *part = &m->parts[run->part];
+  const hcp_part *part = &m->of->parts[run->part];
   return ((const WIDE *)part->lse)[hcp_run_part_row(run, row) * part->lse_row_stride +
                                    head * part->lse_head_stride];
 }
 
 static const STORAGE *OF(part_out)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
-  const hcp_part *part = &m->parts[run->part];
+  const hcp_part *part = &m->of->parts[run->part];
   return (const STORAGE *)part->out + hcp_run_part_row(run, row) * part->out_row_stride +
          head * part->out_head_stride;
 }
@@ -23,7 +23,8 @@ typedef struct TOTAL {
 } TOTAL;
 
 static WIDE OF(earlier_lse)(const merge *m, int64_t row, int64_t head) {
-  return m->lse == NULL ? -(WIDE)INFINITY : ((const WIDE *)m->lse)[row * m->heads + head];
+  return m->of->total_lse == NULL ? -(WIDE)INFINITY
+                                  : ((const WIDE *)m->of->total_lse)[row * m->of->heads + head];
 }
 
 static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
@@ -33,7 +34,7 @@ static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
     total.largest = OF(larger)(total.largest, OF(part_lse)(m, r, row, head));
   if (OF(is_nan)(total.largest)) return (TOTAL){total.largest, total.largest};
   if (OF(absent)(total.largest)) return total;
-  if (m->lse != NULL) total.shares = OF(share)(earlier, total.largest);
+  if (m->of->total_lse != NULL) total.shares = OF(share)(earlier, total.largest);
   for (int64_t r = 0; r < m->n_records; ++r)
     total.shares += OF(share)(OF(part_lse)(m, r, row, head), total.largest);
   return total;
@@ -60,8 +61,9 @@ static void OF(merge_tile)(const merge *m, TOTAL total, int64_t row, int64_t hea
   WIDE earlier = OF(earlier_lse)(m, row, head);
   for (int64_t i = 0; i < n; ++i) sum[i] = 0;
   if (!OF(absent)(earlier))
-    OF(add_earlier)(sum, OF(weight)(total, earlier),
-                    (const WIDE *)m->out + (row * m->heads + head) * m->head_dim + first, n);
+    OF(add_earlier)(
+        sum, OF(weight)(total, earlier),
+        (const WIDE *)m->of->total + (row * m->of->heads + head) * m->of->head_dim + first, n);
   for (int64_t r = 0; r < m->n_records; ++r) {
     WIDE lse = OF(part_lse)(m, r, row, head);
     if (OF(absent)(lse)) continue;
@@ -83,25 +85,26 @@ static void OF(merge_store)(const merge *m, void *out, int64_t first, const WIDE
 
 static void OF(merge_row)(const merge *m, int64_t row, void *out, WIDE *lse) {
   WIDE sum[TILE];
-  for (int64_t head = 0; head < m->heads; ++head) {
+  for (int64_t head = 0; head < m->of->heads; ++head) {
     TOTAL total = OF(merge_total)(m, row, head);
     lse[head] = OF(merged_lse)(total.largest, total.shares);
-    for (int64_t first = 0; first < m->head_dim; first += TILE) {
-      int64_t n = tile_length(m->head_dim, first);
+    for (int64_t first = 0; first < m->of->head_dim; first += TILE) {
+      int64_t n = tile_length(m->of->head_dim, first);
       OF(merge_tile)(m, total, row, head, first, n, sum);
-      OF(merge_store)(m, out, (row * m->heads + head) * m->head_dim + first, sum, n);
+      OF(merge_store)(m, out, (row * m->of->heads + head) * m->of->head_dim + first, sum, n);
     }
   }
 }
 
 static void OF(merge_run)(const merge *m, int64_t row, int64_t rows, void *out, void *lse) {
-  if (m->n_records == 0 && m->stays_wide && m->lse != NULL) { /* they stay as they are */
-    int64_t first = row * m->heads;
-    memcpy((WIDE *)lse + first, (const WIDE *)m->lse + first,
-           (size_t)(rows * m->heads) * sizeof(WIDE));
+  if (m->n_records == 0 && m->stays_wide && m->of->total_lse != NULL) { /* they stay as they are */
+    int64_t first = row * m->of->heads;
+    memcpy((WIDE *)lse + first, (const WIDE *)m->of->total_lse + first,
+           (size_t)(rows * m->of->heads) * sizeof(WIDE));
     return;
   }
-  for (int64_t i = row; i < row + rows; ++i) OF(merge_row)(m, i, out, (WIDE *)lse + i * m->heads);
+  for (int64_t i = row; i < row + rows; ++i)
+    OF(merge_row)(m, i, out, (WIDE *)lse + i * m->of->heads);
 }
 
 #undef TOTAL

@@ -187,25 +187,17 @@ static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
   return fit;
 }
 
-/* What every merge takes; earlier is NULL where nothing was merged before. */
-struct merge_call {
-  const hcp_part *parts;
-  const hcp_run *runs;
-  int64_t n_runs, rows, heads, head_dim;
-  const void *earlier, *earlier_lse;
-  cudaStream_t stream;
-};
-
 template <class T, class O>
-static hcp_status merge_all(const merge_call &call, void *out, void *lse, hcp_error *err) {
+static hcp_status merge_all(const hcp_merge &call, void *out, void *lse, void *stream,
+                            hcp_error *err) {
   using W = typename element<T>::wide;
   constexpr int N = vector_elements<T>();
   run_launches launches(call.runs, call.n_runs, call.rows, true);
   merged m;
   m.heads = call.heads;
   m.head_dim = call.head_dim;
-  m.out = call.earlier_lse == NULL ? NULL : call.earlier;
-  m.lse = call.earlier_lse;
+  m.out = call.total_lse == NULL ? NULL : call.total;
+  m.lse = call.total_lse;
   int more;
   while ((more = launches.advance()) > 0) {
     for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = call.parts[launches.part_of[p]];
@@ -217,42 +209,27 @@ static hcp_status merge_all(const merge_call &call, void *out, void *lse, hcp_er
     if (items == 0) continue;
     if (wide)
       merge_rows<T, O, N>
-          <<<blocks, threads, 0, call.stream>>>(launches.carried, m, (O *)out, (W *)lse);
+          <<<blocks, threads, 0, (cudaStream_t)stream>>>(launches.carried, m, (O *)out, (W *)lse);
     else
       merge_rows<T, O, 1>
-          <<<blocks, threads, 0, call.stream>>>(launches.carried, m, (O *)out, (W *)lse);
+          <<<blocks, threads, 0, (cudaStream_t)stream>>>(launches.carried, m, (O *)out, (W *)lse);
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }
   return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
-hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                          int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
-                          void *lse, void *stream, hcp_error *err) {
-  return hcp_cuda_merge_last(dtype, NULL, NULL, parts, runs, n_runs, rows, heads, head_dim, out,
-                             lse, stream, err);
-}
-
-hcp_status hcp_cuda_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
-                             const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
-                             int64_t head_dim, void *total, void *lse, void *stream,
-                             hcp_error *err) {
-  merge_call call = {
-      parts, runs, n_runs, rows, heads, head_dim, total, total_lse, (cudaStream_t)stream};
+hcp_status hcp_cuda_merge(const hcp_merge *merge, void *out, void *lse, void *stream,
+                          hcp_error *err) {
   hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype,
-                    status = (merge_all<T, typename element<T>::wide>(call, total, lse, err)))
+  HCP_CUDA_DISPATCH(merge->dtype, status = (merge_all<T, T>(*merge, out, lse, stream, err)))
   return status;
 }
 
-hcp_status hcp_cuda_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
-                               const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                               int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
-                               void *stream, hcp_error *err) {
-  merge_call call = {
-      parts, runs, n_runs, rows, heads, head_dim, total, total_lse, (cudaStream_t)stream};
+hcp_status hcp_cuda_merge_on(const hcp_merge *merge, void *total, void *lse, void *stream,
+                             hcp_error *err) {
   hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype, status = (merge_all<T, T>(call, out, lse, err)))
+  HCP_CUDA_DISPATCH(merge->dtype, status = (merge_all<T, typename element<T>::wide>(
+                                      *merge, total, lse, stream, err)))
   return status;
 }

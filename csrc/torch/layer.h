@@ -197,13 +197,12 @@ Tensor merge_on(Tensor total, std::optional<Tensor> total_lse, Tensors outs, Ten
                 Tensor runs) {
   Parts parts = parts_of(outs, lses);
   expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
-  const void *before = total_lse ? total_lse_of(*total_lse, parts.dtype, total) : nullptr;
   int64_t rows = total.size(0);
-  Runs records = runs_of(runs, parts.rows, rows);
+  hcp_merge call = merge_of(parts, runs_of(runs, parts.rows, rows), rows);
+  if (total_lse) call.total_lse = total_lse_of(*total_lse, parts.dtype, total);
+  call.total = total.const_data_ptr();
   Tensor lse = fresh(lses[0], {rows, parts.heads});
-  Device(outs[0]).merge_on(parts.dtype, before, parts.parts.data(), records.data, records.n, rows,
-                           parts.heads, parts.head_dim, total.mutable_data_ptr(),
-                           lse.mutable_data_ptr());
+  Device(outs[0]).merge_on(&call, total.mutable_data_ptr(), lse.mutable_data_ptr());
   return lse;
 }
 
@@ -213,14 +212,13 @@ std::tuple<Tensor, Tensor> merge_last(Tensor total, Tensor total_lse, Tensors ou
                                       Tensor runs) {
   Parts parts = parts_of(outs, lses);
   expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
-  const void *before = total_lse_of(total_lse, parts.dtype, total);
   int64_t rows = total.size(0);
-  Runs records = runs_of(runs, parts.rows, rows);
+  hcp_merge call = merge_of(parts, runs_of(runs, parts.rows, rows), rows);
+  call.total = total.const_data_ptr();
+  call.total_lse = total_lse_of(total_lse, parts.dtype, total);
   Tensor out = fresh(outs[0], {rows, parts.heads, parts.head_dim});
   Tensor lse = fresh(lses[0], {rows, parts.heads});
-  Device(outs[0]).merge_last(parts.dtype, total.const_data_ptr(), before, parts.parts.data(),
-                             records.data, records.n, rows, parts.heads, parts.head_dim,
-                             out.mutable_data_ptr(), lse.mutable_data_ptr());
+  Device(outs[0]).merge(&call, out.mutable_data_ptr(), lse.mutable_data_ptr());
   return {out, lse};
 }
 

@@ -246,14 +246,19 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
 
 // ---- Merge -----------------------------------------------------------------
 
+inline hcp_merge merge_of(const Parts &parts, const Runs &runs, int64_t rows) {
+  return {parts.dtype, parts.parts.data(), runs.data, runs.n, rows,
+          parts.heads, parts.head_dim,     nullptr,   nullptr};
+}
+
 template <class Device>
 std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_t rows) {
   Parts parts = parts_of(outs, lses);
   Runs records = runs_of(runs, parts.rows, rows);
   Tensor out = fresh(outs[0], {rows, parts.heads, parts.head_dim});
   Tensor lse = fresh(lses[0], {rows, parts.heads});
-  Device(outs[0]).merge(parts.dtype, parts.parts.data(), records.data, records.n, rows, parts.heads,
-                        parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
+  hcp_merge call = merge_of(parts, records, rows);
+  Device(outs[0]).merge(&call, out.mutable_data_ptr(), lse.mutable_data_ptr());
   return {out, lse};
 }
 

@@ -65,7 +65,6 @@ struct Cpu {
   KERNEL(unpack)
   KERNEL(merge)
   KERNEL(merge_on)
-  KERNEL(merge_last)
   KERNEL(reduce)
   KERNEL(reduce_on)
   KERNEL(reduce_rotated)

@@ -51,7 +51,6 @@ struct Cuda {
   KERNEL(unpack)
   KERNEL(merge)
   KERNEL(merge_on)
-  KERNEL(merge_last)
   KERNEL(reduce)
   KERNEL(reduce_on)
   KERNEL(stage)

@@ -334,7 +334,7 @@ static void expect_merge(scalars values, float expected_out, float expected_lse)
   hcp_part parts[3];
   float out[2] = {-7, -7}, lse = -7;
   parts_of(&values, parts);
-  hcp_cpu_merge(HCP_FLOAT32, parts, three_parts, 3, 1, 1, 2, out, &lse);
+  hcp_cpu_merge(&(hcp_merge){HCP_FLOAT32, parts, three_parts, 3, 1, 1, 2, NULL, NULL}, out, &lse);
   CHECK_NEAR(out[0], expected_out, 1e-6);
   CHECK_NEAR(lse, expected_lse, 1e-6);
 }
@@ -356,7 +356,7 @@ static void test_merge_fills_rows_that_no_run_names(void) {
   hcp_part part = {part_out, 2, 2, part_lse, 1, 1};
   hcp_run run = {1, 1, 0, 0};
   for (int i = 0; i < 6; ++i) out[i] = lse[i / 2] = NAN;
-  hcp_cpu_merge(HCP_FLOAT64, &part, &run, 1, 3, 1, 2, out, lse);
+  hcp_cpu_merge(&(hcp_merge){HCP_FLOAT64, &part, &run, 1, 3, 1, 2, NULL, NULL}, out, lse);
   double expected_out[] = {0, 0, 1, 2, 0, 0}, expected_lse[] = {-INFINITY, 3, -INFINITY};
   for (int i = 0; i < 6; ++i) CHECK_NEAR(out[i], expected_out[i], 0);
   for (int i = 0; i < 3; ++i) CHECK_NEAR(lse[i], expected_lse[i], 0);
@@ -374,7 +374,8 @@ static void test_merge_of_strided_heads(void) {
     }
   hcp_part part = {part_out, DIM + 1, ROWS * (DIM + 1), part_lse, 1, ROWS};
   hcp_run runs[] = {{0, ROWS, 0, 0}, {0, ROWS, 0, 0}}; /* with itself: the same, and log 2 */
-  hcp_cpu_merge(HCP_FLOAT64, &part, runs, COUNT(runs), ROWS, HEADS, DIM, out, lse);
+  hcp_merge merge = {HCP_FLOAT64, &part, runs, COUNT(runs), ROWS, HEADS, DIM, NULL, NULL};
+  hcp_cpu_merge(&merge, out, lse);
   for (int h = 0; h < HEADS; ++h)
     for (int r = 0; r < ROWS; ++r) {
       CHECK_NEAR(lse[r][h], 10 * h + r + log(2), 1e-12);
@@ -384,8 +385,8 @@ static void test_merge_of_strided_heads(void) {
 
 static void test_merge_of_nothing(void) {
   float lse = 7;
-  hcp_cpu_merge(HCP_FLOAT32, NULL, NULL, 0, 0, 4, 8, NULL, NULL);
-  hcp_cpu_merge(HCP_FLOAT32, NULL, NULL, 0, 1, 1, 0, NULL, &lse);
+  hcp_cpu_merge(&(hcp_merge){.dtype = HCP_FLOAT32, .heads = 4, .head_dim = 8}, NULL, NULL);
+  hcp_cpu_merge(&(hcp_merge){.dtype = HCP_FLOAT32, .rows = 1, .heads = 1}, NULL, &lse);
   CHECK_NEAR(lse, -INFINITY, 0);
 }
 

@@ -66,6 +66,18 @@ typedef struct hcp_part {
   int64_t lse_row_stride, lse_head_stride;
 } hcp_part;
 
+/* What is merged. A record of runs names rows of a part. total holds what was merged before, for
+ * each row of the result one part more: rows x heads x head_dim and contiguous, float32 (float64
+ * for FLOAT64), as is its log-sum-exp, rows x heads. total_lse is NULL where that is nothing. */
+typedef struct hcp_merge {
+  hcp_dtype dtype; /* of the parts */
+  const hcp_part *parts;
+  const hcp_run *runs;
+  int64_t n_runs;
+  int64_t rows, heads, head_dim;
+  const void *total, *total_lse;
+} hcp_merge;
+
 /* Rotary embedding (RoPE). Of each head's head_dim elements the first 2 * pairs are
  * turned in pairs: elements (p, p + pairs), or (2 p, 2 p + 1) where interleaved. The rest
  * pass unchanged. cos and sin have a row for each row of the result and a number for each
@@ -113,26 +125,16 @@ void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *
  *
  *   lse = log(sum_p exp(lse_p)),  out = sum_p exp(lse_p - lse) * out_p
  *
- * out is rows x heads x head_dim and contiguous, lse rows x heads and
- * contiguous. A part with lse -inf takes no part, whatever its output holds. A
- * row without parts gives 0 and -inf. A part with lse +inf outweighs all finite
- * ones; several share the row equally. A part with lse NaN makes the row NaN, and
+ * out, of the dtype, is rows x heads x head_dim and contiguous, lse rows x heads and
+ * contiguous, other memory than total_lse. A part with lse -inf takes no part, whatever its
+ * output holds. A row without parts gives 0 and -inf. A part with lse +inf outweighs all finite
+ * ones; several of one call share the row equally. A part with lse NaN makes the row NaN, and
  * so does an output that holds NaN or infinity, however little its part weighs. */
-void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                   int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
+void hcp_cpu_merge(const hcp_merge *merge, void *out, void *lse);
 
-/* Merge further parts into a total: rows x heads x head_dim and contiguous, float32 (float64 for
- * FLOAT64), as is its log-sum-exp total_lse, rows x heads. total is overwritten. lse, other memory
- * than total_lse, becomes that of both. total_lse is NULL where total holds nothing yet. Rows that
- * no run names stay as they are. Of lse +inf, those of one call share a row equally. */
-void hcp_cpu_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
-                      const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
-                      int64_t head_dim, void *total, void *lse);
-
-/* The same, and the result is rounded to dtype, into out. total stays as it is. */
-void hcp_cpu_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
-                        const hcp_part *parts, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                        int64_t heads, int64_t head_dim, void *out, void *lse);
+/* The same, and the result stays float32 (float64 for FLOAT64), in the place of the total: total is
+ * merge->total. Rows that no run names stay as they are. */
+void hcp_cpu_merge_on(const hcp_merge *merge, void *total, void *lse);
 
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
@@ -193,19 +195,11 @@ hcp_status hcp_cuda_unpack(const hcp_cast *cast, hcp_column source, const hcp_se
                            int64_t n_segments, const hcp_column *outs, int32_t n_outs, void *stream,
                            hcp_error *err);
 
-hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                          int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
-                          void *lse, void *stream, hcp_error *err);
+hcp_status hcp_cuda_merge(const hcp_merge *merge, void *out, void *lse, void *stream,
+                          hcp_error *err);
 
-hcp_status hcp_cuda_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
-                             const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
-                             int64_t head_dim, void *total, void *lse, void *stream,
+hcp_status hcp_cuda_merge_on(const hcp_merge *merge, void *total, void *lse, void *stream,
                              hcp_error *err);
-
-hcp_status hcp_cuda_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
-                               const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                               int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
-                               void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
                               int64_t n_runs, hcp_column total, void *stream, hcp_error *err);
