@@ -38,7 +38,7 @@ static void check_keys(const hcp_table *table, const hcp_capacity *capacity, hcp
     int64_t row = keys[bounds[p] + i];
     CHECK_INT(gathered[row].sequence, sequence);
     CHECK_INT(gathered[row].place, i);
-    CHECK_INT(places[second * capacity->ranks * capacity->rows + row], bounds[p] + i);
+    CHECK_INT(places[(second ? capacity->ranks * capacity->rows : 0) + row], bounds[p] + i);
   }
 }
 
