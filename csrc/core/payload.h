@@ -23,9 +23,9 @@ typedef struct hcp__takers {
 
 struct hcp_payload {
   hcp_split split;
-  const int64_t *first; /* n + 1: units before those of each sequence                       */
-  const int64_t *ends; /* rows before each unit of a sequence, then all; NULL: one each    */
-  const hcp__takers *takers; /* n, NULL: no tokens take rows                                     */
+  const int64_t *first; /* n + 1: units before those of each sequence */
+  const int64_t *ends; /* rows before each unit of a sequence, then all; NULL: one each */
+  const hcp__takers *takers; /* n, NULL: no tokens take rows */
 };
 
 int64_t hcp__unit_count(const hcp_payload *payload, int32_t sequence);

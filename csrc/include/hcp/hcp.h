@@ -636,13 +636,13 @@ typedef struct hcp_taker_run {
 
 /* The tokens that take rows, of the sequences that a rank loaded or computes. */
 typedef struct hcp_takers {
-  const int32_t *sources; /* n: the rank that loaded each sequence                       */
+  const int32_t *sources; /* n: the rank that loaded each sequence */
   int32_t rank;
-  const int64_t *counts; /* n: runs of each sequence                                     */
+  const int64_t *counts; /* n: runs of each sequence */
   int64_t loaded_count;
-  const hcp_taker_run *loaded; /* of what rank loaded, by ascending index, end to end     */
+  const hcp_taker_run *loaded; /* of what rank loaded, by ascending index, end to end */
   int64_t computed_count;
-  const hcp_taker_run *computed; /* of what its groups compute, in the order of the plan  */
+  const hcp_taker_run *computed; /* of what its groups compute, in the order of the plan */
 } hcp_takers;
 
 /* The rows of all sequences of a plan, and a rule. */
