@@ -1,6 +1,7 @@
 """Builds the two libraries of hcp. What is not about building stands in pyproject.toml.
 
-    hcp/_core.abi3.so   csrc/core + python       C11 on CPython's limited API, no torch
+    hcp/_core.abi3.so   csrc/core + bounds       C11 on CPython's limited API, no torch
+                        + python
     hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python;
                         + cuda, nccl where nvcc  CUDA's runtime linked in, its driver not needed;
                         is                       NCCL is found in the process at run time
@@ -62,7 +63,7 @@ def sources(*folders: str) -> list[str]:
 
 
 LIBRARIES = [
-    Extension("hcp._core", sources("core", "python"), py_limited_api=True),
+    Extension("hcp._core", sources("core", "bounds", "python"), py_limited_api=True),
     Extension("hcp._ops", sources("core", "cpu", "cuda", "nccl", "torch"), py_limited_api=True),
 ]
 
@@ -181,6 +182,7 @@ class Toolchain:
         oldest = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
         self.folder_flags = {
             "core": C_FLAGS,
+            "bounds": C_FLAGS,
             "cpu": C_FLAGS,
             "nccl": C_FLAGS,
             "python": [

@@ -68,7 +68,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 typedef struct priced {
   const hcp_plan *plan;
   const hcp_group *group;
-  const hcp_layer_heads *heads;
+  const hcp_priced_layer *layer;
   int64_t degree, per_key; /* ranks, query heads of a key head */
   int64_t stage_rows;
   hcp__wide tokens, unit; /* all times are in 1 / unit */
@@ -78,14 +78,14 @@ static int64_t length_at(const priced *g, int32_t i) {
   return g->plan->lengths[g->plan->sequences[g->group->first_sequence + i]];
 }
 
-static priced priced_of(const hcp_plan *plan, const hcp_group *group, const hcp_layer_heads *heads,
+static priced priced_of(const hcp_plan *plan, const hcp_group *group, const hcp_priced_layer *layer,
                         int64_t stage_rows) {
-  priced g = {.plan = plan, .group = group, .heads = heads, .stage_rows = stage_rows};
+  priced g = {.plan = plan, .group = group, .layer = layer, .stage_rows = stage_rows};
   g.degree = group->degree;
-  g.per_key = heads->query_heads / heads->key_heads;
+  g.per_key = layer->query_heads / layer->key_heads;
   g.tokens = hcp__group_tokens(plan, group);
   g.unit = product((hcp__wide)LAUNCHES * g.degree * g.degree,
-                   (hcp__wide)heads->query_heads * (g.per_key + 1));
+                   (hcp__wide)layer->query_heads * (g.per_key + 1));
   return g;
 }
 
@@ -109,8 +109,8 @@ typedef struct copies {
 static copies copies_of(const priced *g, int64_t inner) {
   copies found = {0, 0};
   for (int64_t j = 0; j < inner; j++) {
-    int64_t first = j * g->heads->query_heads / inner,
-            end = (j + 1) * g->heads->query_heads / inner;
+    int64_t first = j * g->layer->query_heads / inner,
+            end = (j + 1) * g->layer->query_heads / inner;
     int64_t own = first == end ? 0 : (end - 1) / g->per_key - first / g->per_key + 1;
     found.most = hcp__most(found.most, own);
     found.all += own;
@@ -123,11 +123,11 @@ static copies copies_of(const priced *g, int64_t inner) {
 /* Attention of the busiest of so many neighbours, over the degree. */
 static hcp__wide attention_share(const priced *g, int64_t inner) {
   const hcp_cost *cost = &g->plan->cost;
-  int64_t queries = (g->heads->query_heads + inner - 1) / inner;
+  int64_t queries = (g->layer->query_heads + inner - 1) / inner;
   hcp__wide pairs = 0;
   for (int32_t i = 0; i < g->group->sequences; i++) {
     int64_t rows = hcp__tiled(cost, length_at(g, i), g->degree / inner);
-    pairs = sum(pairs, hcp__pairs(rows, g->heads->left, g->heads->right));
+    pairs = sum(pairs, hcp__pairs(rows, g->layer->left, g->layer->right));
   }
   return product(product(pairs, cost->pair),
                  (hcp__wide)LAUNCHES * inner * queries * (g->per_key + 1));
@@ -146,7 +146,7 @@ static hcp__wide exposed(const priced *g, hcp__wide moved, hcp__wide hidden) {
 }
 
 static hcp__wide ring(const priced *g, moving price, int64_t inner) {
-  int64_t places = g->degree / inner, calls = g->heads->packed ? 1 : g->group->sequences;
+  int64_t places = g->degree / inner, calls = g->layer->packed ? 1 : g->group->sequences;
   hcp__wide share = attention_share(g, inner), moved = product(price.keys, g->tokens);
   moved = product(moved, copies_of(g, inner).most * (places - 1));
   moved = product(moved, (hcp__wide)LAUNCHES * g->degree * inner * g->per_key);
@@ -158,7 +158,7 @@ static hcp__wide ring(const priced *g, moving price, int64_t inner) {
 /* Rows that the busiest rank receives, times the degree: those in the windows of its two chunks. */
 static hcp__wide seen(const priced *g) {
   hcp__wide rows = 0, sides = (hcp__wide)2 * g->degree;
-  int64_t left = g->heads->left, right = g->heads->right;
+  int64_t left = g->layer->left, right = g->layer->right;
   for (int32_t i = 0; i < g->group->sequences; i++) {
     hcp__wide others = (hcp__wide)length_at(g, i) * (g->degree - 1);
     hcp__wide most = left < 0 || right < 0 ? others : product((hcp__wide)left + right, sides);
@@ -170,16 +170,16 @@ static hcp__wide seen(const priced *g) {
 static hcp__wide gather(const priced *g, moving price) {
   hcp__wide share = attention_share(g, 1), rows = seen(g);
   hcp__wide moved =
-      product(product(price.keys, rows), (hcp__wide)LAUNCHES * g->degree * g->heads->query_heads);
+      product(product(price.keys, rows), (hcp__wide)LAUNCHES * g->degree * g->layer->query_heads);
   int64_t stages = 1, most = hcp__least(HCP_SCHEDULE_GATHERS_MAX, g->group->sequences);
   while (stages < most && rows >= product((stages + 1) * g->degree, g->stage_rows)) stages++;
-  int64_t calls = g->heads->packed ? stages : g->group->sequences; /* each is in one stage */
+  int64_t calls = g->layer->packed ? stages : g->group->sequences; /* each is in one stage */
   hcp__wide time = sum(product(share, g->degree), exposed(g, moved, share));
   return sum(time, fixed(g, stages, calls));
 }
 
 static hcp__wide exchange_of_heads(const priced *g, moving price, int64_t inner) {
-  int64_t heads = g->heads->query_heads + copies_of(g, inner).all;
+  int64_t heads = g->layer->query_heads + copies_of(g, inner).all;
   hcp__wide moved = product(product(price.element, g->tokens), heads * (inner - 1));
   moved = product(moved, (hcp__wide)LAUNCHES * g->per_key * (g->degree / inner));
   return sum(moved, fixed(g, 2, 0));
@@ -205,8 +205,8 @@ static void list_all(listed *l, const priced *g) {
   moving price = moving_of(g, g->plan->limits.ranks_per_node), near = moving_of(g, 0);
   list(l, g, HCP_COMM_ALL_GATHER, 1, gather(g, price));
   list(l, g, HCP_COMM_P2P, 1, ring(g, price, 1));
-  for (int64_t m = g->heads->rows_only ? 1 : g->degree; m > 1; m--) {
-    int inside = may_exchange(g->plan, g->group, g->heads->query_heads, (int32_t)m);
+  for (int64_t m = g->layer->rows_only ? 1 : g->degree; m > 1; m--) {
+    int inside = may_exchange(g->plan, g->group, g->layer->query_heads, (int32_t)m);
     if (!inside && m < g->degree) continue;
     /* Where neighbours stand in one node, so do the ranks that exchange heads. */
     hcp__wide time = sum(ring(g, price, m), exchange_of_heads(g, inside ? near : price, m));
@@ -214,11 +214,11 @@ static void list_all(listed *l, const priced *g) {
   }
 }
 
-static hcp_status check(const hcp_cost *cost, const hcp_layer_heads *heads, int64_t stage_rows,
+static hcp_status check(const hcp_cost *cost, const hcp_priced_layer *layer, int64_t stage_rows,
                         hcp_error *err) {
-  if (heads->query_heads < 1 || heads->key_heads < 1 || heads->query_heads % heads->key_heads != 0)
+  if (layer->query_heads < 1 || layer->key_heads < 1 || layer->query_heads % layer->key_heads != 0)
     return hcp__fail(err, HCP_INVALID, "query has %d heads, expected a multiple of the %d of key",
-                     heads->query_heads, heads->key_heads);
+                     layer->query_heads, layer->key_heads);
   if (stage_rows < 1)
     return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
   if (cost->tile > HCP__LENGTH_MAX)
@@ -228,17 +228,17 @@ static hcp_status check(const hcp_cost *cost, const hcp_layer_heads *heads, int6
 }
 
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_layer_heads *heads, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_priced_layer *layer, int64_t stage_rows, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err) {
   listed l = {.times = times};
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status == HCP_OK) status = check(&plan->cost, heads, stage_rows, err);
+  if (status == HCP_OK) status = check(&plan->cost, layer, stage_rows, err);
   if (status != HCP_OK) return status;
   const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
   if (group == NULL || group->degree < 2)
     return hcp__fail(err, HCP_INVALID, "rank %d is in a group of %d ranks, expected >= 2", rank,
                      group == NULL ? 0 : group->degree);
-  priced g = priced_of(plan, group, heads, stage_rows);
+  priced g = priced_of(plan, group, layer, stage_rows);
   list_all(&l, &g);
   if (l.longest >= WIDE_MAX)
     return hcp__fail(err, HCP_OVERFLOW,

@@ -44,9 +44,11 @@ static inline hcp__size hcp__size_of(const hcp_cost *cost, const int64_t *length
 
 /* Pairs of a query and a key of length tokens: of each query its own, and so many keys on each side
  * of it at most; negative: all. */
-static inline hcp__wide hcp__side(hcp__wide length, int64_t limit) {
-  if (limit < 0 || limit >= length - 1) return (length - 1) * length / 2;
-  return (hcp__wide)limit * (limit + 1) / 2 + (length - 1 - limit) * limit;
+static inline hcp__wide hcp__side(int64_t length, int64_t limit) {
+  int64_t most = length - 1, keys = limit < 0 || limit > most ? most : limit;
+  if (limit == 0) return 0;
+  if (length <= INT32_MAX) return (keys * (keys + 1) >> 1) + (most - keys) * keys; /* is faster */
+  return ((hcp__wide)keys * (keys + 1) >> 1) + (hcp__wide)(most - keys) * keys;
 }
 static inline hcp__wide hcp__pairs(int64_t length, int64_t left, int64_t right) {
   return length + hcp__side(length, left) + hcp__side(length, right);

@@ -195,21 +195,21 @@ static PyObject *comm_times(PyObject *module, PyObject *args, PyObject *kwargs) 
   PyObject *object;
   int micro_batch, rank, packed, rows_only;
   long long left, right, stage_rows;
-  hcp_layer_heads heads;
+  hcp_priced_layer layer;
   hcp_comm_time times[HCP_COMM_TIMES_MAX];
   int32_t count, fastest;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiiLLiippL:comm_times", keywords, &object,
-                                   &micro_batch, &rank, &left, &right, &heads.query_heads,
-                                   &heads.key_heads, &packed, &rows_only, &stage_rows))
+                                   &micro_batch, &rank, &left, &right, &layer.query_heads,
+                                   &layer.key_heads, &packed, &rows_only, &stage_rows))
     return NULL;
   const hcp_plan *plan = hcp_py_plan(module, object);
   if (plan == NULL) return NULL;
-  heads.left = left;
-  heads.right = right;
-  heads.packed = packed;
-  heads.rows_only = rows_only;
-  if (hcp_comm_times(plan, micro_batch, rank, &heads, stage_rows, times, &count, &fastest, &err) !=
+  layer.left = left;
+  layer.right = right;
+  layer.packed = packed;
+  layer.rows_only = rows_only;
+  if (hcp_comm_times(plan, micro_batch, rank, &layer, stage_rows, times, &count, &fastest, &err) !=
       HCP_OK)
     return hcp_py_raise(&err);
   PyObject *list = listed(times, count);
@@ -294,7 +294,7 @@ static PyMethodDef functions[] = {
     {"memory_chunks", memory_chunks, METH_VARARGS, "The fewest chunks of heads that fit."},
     {"group_times", group_times, METH_VARARGS, "The end of each sequence of a group."},
     {"group_chunks", group_chunks, METH_VARARGS, "The fewest chunks of heads of a rank's group."},
-    {"comm_inner", comm_inner, METH_VARARGS, "The most neighbours that may exchange heads."},
+    {"comm_inner", comm_inner, METH_VARARGS, "The most neighbours that may exchange layer."},
     {"comm_times", (PyCFunction)(void (*)(void))comm_times, METH_VARARGS | METH_KEYWORDS,
      "(comm type, inner, time) of all that a group may use, and the index of the fastest."},
     {"measure_plan", measure_plan, METH_O,

@@ -1,7 +1,7 @@
 /* fuzz_plan.c - any request: a plan that keeps every rule, or a clear refusal.
  *
  *   clang -fsanitize=fuzzer,address,undefined -Icsrc/include tests/fuzz/fuzz_plan.c \
- *     and the files of csrc/core and csrc/core/plan, -lm
+ *     and the files of csrc/core, csrc/core/plan and csrc/bounds, -lm
  *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000 7
  *     requests, seed; any compiler, no libFuzzer
  */

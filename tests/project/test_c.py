@@ -17,9 +17,9 @@ import pytest
 from support import planning
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "cpu", "nccl")
+FOLDERS = ("core", "bounds", "cpu", "nccl")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/**/*.c"))
-CORE = sorted(ROOT.glob("csrc/core/**/*.c"))
+CORE = sorted([*ROOT.glob("csrc/core/**/*.c"), *ROOT.glob("csrc/bounds/*.c")])
 TESTS = sorted(ROOT.glob("tests/c/test_*.c"))
 HOST_TESTS = sorted(ROOT.glob("tests/c/test_*.cpp"))
 CUDA_VERSIONS = (12000, 12080, 13000)

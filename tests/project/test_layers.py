@@ -3,7 +3,7 @@
 integrations, demo, cli
 hcp
 csrc/python, csrc/torch
-csrc/cpu, csrc/cuda, csrc/nccl
+csrc/bounds, csrc/cpu, csrc/cuda, csrc/nccl
 csrc/core
 """
 
@@ -100,6 +100,10 @@ def test_core_includes_only_plain_c_and_its_own_headers() -> None:
     assert unexpected("core", PLAIN, r"hcp/(hcp|fail)\.h") == {}
 
 
+def test_bounds_include_only_plain_c_and_the_core() -> None:
+    assert unexpected("bounds", PLAIN, r"core/plan/plan\.h") == {}
+
+
 def test_cpu_kernels_include_only_plain_c_the_contracts_and_the_error_helper() -> None:
     assert unexpected("cpu", PLAIN, r"hcp/(hcp|kernels|index|fail)\.h") == {}
 
@@ -174,7 +178,7 @@ def borrowed(folder: str, objects: Path) -> set[str]:
     return {name for table in tables for kind, name in table if kind in "Uw"} - defined
 
 
-@pytest.mark.parametrize("folder", ["core", "cpu"])
+@pytest.mark.parametrize("folder", ["core", "bounds", "cpu"])
 def test_there_is_no_mutable_global(folder: str, objects: Path) -> None:
     found = {path.name: mutable(path, objects) for path in files(folder) if path.suffix == ".c"}
     assert {name: names for name, names in found.items() if names} == {}
@@ -193,6 +197,15 @@ def test_a_mutable_global_would_be_found(tmp_path: Path) -> None:
 
 def test_core_takes_from_libc_memory_and_text_but_no_io_and_no_threads(objects: Path) -> None:
     assert borrowed("core", objects) - LIBC == set()
+
+
+def test_the_core_uses_nothing_of_the_sharper_bounds(objects: Path) -> None:
+    paths = [path for path in files("bounds") if path.suffix == ".c"]
+    made = {
+        name for path in paths for kind, name in symbols(compiled(path, objects)) if kind == "T"
+    }
+    assert made == {"hcp_plan_bound"}
+    assert not made & borrowed("core", objects)
 
 
 def calls(paths: list[Path], objects: Path) -> dict[str, set[str]]:

@@ -174,9 +174,8 @@ static int64_t least_guess(const hcp__problem *p, offer *offers) {
   return low + 1;
 }
 
-hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
+hcp_status hcp__stage_bound(hcp__problem *p, hcp_error *err) {
   p->bound = 0;
-  if (p->n == 0) return HCP_OK;
   if (launch_area(p) > INT64_MAX / 4)
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all launches exceeds 63 bits");
   offer *offers = malloc(((size_t)p->kind_count + 1) * sizeof *offers);
@@ -186,9 +185,12 @@ hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   if (p->bound == LAST_GUESS)
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
   raise_for_launches(p);
-  hcp_status status = HCP_OK;
-  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = hcp__lockstep_bound(p, err);
-  if (status == HCP_OK && p->limits->sync == HCP_SYNC_MICRO_BATCH && effort > 1)
-    status = hcp__priced_bound(p, effort, err);
+  return p->limits->sync == HCP_SYNC_MICRO_BATCH ? hcp__lockstep_bound(p, err) : HCP_OK;
+}
+
+hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
+  p->bound = 0;
+  if (p->n == 0) return HCP_OK;
+  hcp_status status = hcp__stage_bound(p, err);
   return status == HCP_OK ? hcp__pipeline_bound(p, err) : status;
 }

@@ -37,7 +37,7 @@ static hcp_status try_degree(const hcp__problem *p, int32_t degree, int32_t effo
   if (status != HCP_OK) return HCP_OK;
   forced.stop = p->stop;
   if (forced.least / limits.ranks < *least || limits.slowness != NULL) {
-    status = hcp__bound(&forced, 1, err);
+    status = hcp__bound(&forced, err);
     if (status == HCP_OK && forced.bound < *least)
       status = keep_better(&forced, effort, best, least, err);
   }

@@ -311,15 +311,14 @@ static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_pla
   return HCP_OK;
 }
 
-static hcp_status check_effort(int32_t effort, hcp_error *err) {
+hcp_status hcp__effort_check(int32_t effort, hcp_error *err) {
   if (effort >= 1 && effort <= 1000) return HCP_OK;
   return hcp__fail(err, HCP_INVALID, "effort is %d, expected 1 to 1000", effort);
 }
 
-/* What every call that takes a request begins with: its checks, the problem and its bound. */
-static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
-                          hcp__problem *problem, hcp_error *err) {
+hcp_status hcp__prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                        const hcp_cost *cost, const hcp_stop *stop, hcp__problem *problem,
+                        hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
   hcp_status status = hcp__domain_check(limits, err);
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
@@ -329,10 +328,7 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
   problem->stop = stop;
-  status = hcp__bound(problem, 1, err);
-  int64_t usual = problem->bound;
-  if (status == HCP_OK && effort > 1) status = hcp__bound(problem, effort, err);
-  if (problem->bound < usual) problem->bound = usual; /* those of pipelines are bisected */
+  status = hcp__bound(problem, err);
   if (status != HCP_OK) hcp__problem_release(problem);
   return status;
 }
@@ -342,8 +338,8 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
                            hcp_plan **plan, hcp_error *err) {
   hcp__problem problem;
   hcp__draft draft;
-  hcp_status status = check_effort(effort, err);
-  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, 1, stop, &problem, err);
+  hcp_status status = hcp__effort_check(effort, err);
+  if (status == HCP_OK) status = hcp__prepare(lengths, n, limits, cost, stop, &problem, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&draft, n, err);
   if (status != HCP_OK) goto fail_draft;
@@ -357,26 +353,13 @@ fail_draft:
   return status;
 }
 
-hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
-                          int64_t *bound, int64_t *work, hcp_error *err) {
-  hcp__problem problem;
-  hcp_status status = check_effort(effort, err);
-  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, effort, stop, &problem, err);
-  if (status != HCP_OK) return status;
-  *bound = problem.bound;
-  *work = problem.work;
-  hcp__problem_release(&problem);
-  return HCP_OK;
-}
-
 hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                                 const hcp_cost *cost, const hcp_micro_batch *micro_batches,
                                 int32_t micro_batch_count, const hcp_group *groups,
                                 int32_t group_count, const int32_t *sequences, hcp_plan **plan,
                                 hcp_error *err) {
   hcp__problem problem;
-  hcp_status status = prepare(lengths, n, limits, cost, 1, NULL, &problem, err);
+  hcp_status status = hcp__prepare(lengths, n, limits, cost, NULL, &problem, err);
   if (status != HCP_OK) return status;
   /* The draft is only read from here on. */
   hcp__draft draft = {micro_batch_count, (hcp_micro_batch *)(uintptr_t)micro_batches, group_count,

@@ -7,6 +7,7 @@
  *   list.c, columns.c, skyline.c   attempts where ranks meet at the end of the step
  *   waves*.c    attempts in micro-batches of a height, for ranks in lockstep and others
  *   pipeline*.c split, order and time the micro-batches of a pipeline
+ *   report.c    measures what a plan gives its ranks; replay.c runs it on a machine
  *
  * Words:
  *
@@ -206,16 +207,22 @@ static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__ki
 const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kind *kind,
                                      int64_t time);
 
-/* ---- Bounds (bound.c, bound_lockstep.c, bound_priced.c, bound_pipeline.c) ---- */
+/* ---- Bounds (bound.c, bound_lockstep.c, bound_pipeline.c; csrc/bounds has a sharper one) ---- */
 
-/* Fills problem->bound with a time that no plan beats; effort above 1 looks for a sharper
- * one. */
-hcp_status hcp__bound(hcp__problem *problem, int32_t effort, hcp_error *err);
+/* What every call that takes a request begins with: its checks, the problem and its bound. The
+ * caller releases the problem. */
+hcp_status hcp__prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                        const hcp_cost *cost, const hcp_stop *stop, hcp__problem *problem,
+                        hcp_error *err);
+hcp_status hcp__effort_check(int32_t effort, hcp_error *err);
+
+/* Fills problem->bound with a time that no plan beats. */
+hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+/* The same of one stage of a pipeline, for one sequence or more. */
+hcp_status hcp__stage_bound(hcp__problem *problem, hcp_error *err);
 
 /* Raises problem->bound for ranks that wait for each other after every micro-batch. */
 hcp_status hcp__lockstep_bound(hcp__problem *problem, hcp_error *err);
-/* The same by prices of sequences, of effort 2 or more. */
-hcp_status hcp__priced_bound(hcp__problem *problem, int32_t effort, hcp_error *err);
 
 /* Raises problem->bound, a bound of every stage, to one of the pipeline. */
 hcp_status hcp__pipeline_bound(hcp__problem *problem, hcp_error *err);

@@ -1,6 +1,11 @@
 /* replay.c - a plan on a machine: GPUs, their hosts, links of two classes, and memory. */
 #include "plan.h"
 
+/* Conversion of 128 bits would call for more than libc. */
+static double number(hcp__wide value) {
+  return (double)(int64_t)(value >> 32) * 0x1p32 + (double)(uint32_t)value;
+}
+
 static double larger(double a, double b) { return a > b ? a : b; }
 
 /* ---- times of a sequence ---- */
@@ -42,7 +47,7 @@ static seconds times_of(const hcp_plan *plan, const hcp_machine *m, const hcp_gr
     int32_t sequence = plan->sequences[group->first_sequence + i];
     hcp__size size = hcp__size_of(&plan->cost, plan->lengths, sequence);
     double n = (double)size.length;
-    double pairs = (double)(size.pairs >= 0 ? size.pairs : hcp__pairs(size.length, -1, 0));
+    double pairs = size.pairs >= 0 ? (double)size.pairs : number(hcp__pairs(size.length, -1, 0));
     double attention = m->pair * pairs / d;
     all.work += attention + m->token * n / d;
     if (group->degree == 1) continue;

@@ -363,7 +363,7 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
 
 /* Find a time that no plan beats, and the least rank-time that the sequences need. effort
  * is 1 for the bound of plans; under HCP_SYNC_MICRO_BATCH more looks for a sharper one, in
- * seconds. stop may be NULL. */
+ * seconds. stop may be NULL. It is in csrc/bounds/, which plans and tables do without. */
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                           const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
                           int64_t *bound, int64_t *work, hcp_error *err);
@@ -816,13 +816,13 @@ typedef enum hcp_comm_type {
 const char *hcp_comm_type_name(hcp_comm_type type);
 
 /* What the price of a layer's attention depends on. */
-typedef struct hcp_layer_heads {
+typedef struct hcp_priced_layer {
   int64_t left, right; /* window, as in hcp_mask */
   int32_t query_heads;
   int32_t key_heads; /* of which query_heads is a multiple */
   int32_t packed; /* 1: one call of the kernel computes all sequences of a stage */
   int32_t rows_only; /* 1: rows have no heads to exchange, as latent ones */
-} hcp_layer_heads;
+} hcp_priced_layer;
 
 /* A comm type that a group may use, and its time in the unit of the prices, rounded up. */
 typedef struct hcp_comm_time {
@@ -868,7 +868,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  *
  * HCP_INVALID for a rank whose group has fewer than 2 ranks. */
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_layer_heads *heads, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_priced_layer *layer, int64_t stage_rows, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err);
 
 /* Which keys of its sequence a query sees, as in FlashAttention: query i

@@ -1,5 +1,5 @@
-/* bound_priced.c - a sharper bound for ranks that wait for each other after every
- * micro-batch, at the price of a search.
+/* priced.c - hcp_plan_bound, and a sharper bound for ranks that wait for each other after every
+ * micro-batch, at the price of a search. Plans do without it: only hcp._core has this file.
  *
  * Give every sequence any price >= 0, and let V(h) be at least what the sequences of a
  * micro-batch of height h or less are worth together. A plan holds every sequence once, so
@@ -26,7 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "plan.h"
+#include "../core/plan/plan.h"
 
 enum {
   PAIRS = 1 << 17, /* kinds, or ranks, times degrees up to which there is a search */
@@ -603,7 +603,8 @@ static int allocate(priced *o) {
          o->choice != NULL && o->leader != NULL && o->taken != NULL && o->table != NULL;
 }
 
-hcp_status hcp__priced_bound(hcp__problem *p, int32_t effort, hcp_error *err) {
+/* Raises problem->bound, of effort 2 or more. */
+static hcp_status priced_bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   hcp_status status = HCP_OK;
   priced *o = calloc(1, sizeof *o);
   if (o == NULL) goto no_memory;
@@ -628,5 +629,34 @@ no_memory:
   status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
 done:
   if (o != NULL) release(o);
+  return status;
+}
+
+/* ---- the request ---- */
+
+/* Those of pipelines are bisected: from a sharper bound of a stage may come one a little lower. */
+static hcp_status sharpen(hcp__problem *p, int32_t effort, hcp_error *err) {
+  int64_t usual = p->bound;
+  if (effort < 2 || p->n == 0 || p->limits->sync != HCP_SYNC_MICRO_BATCH) return HCP_OK;
+  hcp_status status = hcp__stage_bound(p, err);
+  if (status == HCP_OK) status = priced_bound(p, effort, err);
+  if (status == HCP_OK) status = hcp__pipeline_bound(p, err);
+  p->bound = hcp__most(p->bound, usual);
+  return status;
+}
+
+hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                          const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
+                          int64_t *bound, int64_t *work, hcp_error *err) {
+  hcp__problem problem;
+  hcp_status status = hcp__effort_check(effort, err);
+  if (status == HCP_OK) status = hcp__prepare(lengths, n, limits, cost, stop, &problem, err);
+  if (status != HCP_OK) return status;
+  status = sharpen(&problem, effort, err);
+  if (status == HCP_OK) {
+    *bound = problem.bound;
+    *work = problem.work;
+  }
+  hcp__problem_release(&problem);
   return status;
 }
