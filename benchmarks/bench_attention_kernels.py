@@ -28,7 +28,7 @@ import torch
 from common.flags import end_after, parser_of
 from torch import Tensor
 
-from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, auto, kernels_of
+from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, auto, join, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.order import keys_of_a_query
 from hcp.exchange.tables import Entry
@@ -124,7 +124,7 @@ def print_pack(
     )
 
     def pack(kernel: Kernel) -> Pack:
-        return Pack(kernel, kernel.launches(entries), (query, key, value), grad, [])
+        return Pack(kernel, join(entries, packs=kernel.packs), (query, key, value), grad, [])
 
     flash2 = pack(Flash2())
     expected = flash2.results()

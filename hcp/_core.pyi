@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self, final
 
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 CORE_HASH: str
 COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal["a2a+p2p"]]
@@ -16,6 +16,7 @@ FIXED_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 SPLITS: tuple[Literal["whole"], Literal["first"], Literal["even"], Literal["tokens"]]
 SCHEDULE_HEADER: tuple[str, ...]
+LAUNCHES_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
 LIMIT_LISTS: tuple[str, ...]
@@ -27,6 +28,8 @@ MACHINE_TIMES: tuple[str, ...]
 def check_units(unit_rows: Sequence[int], runs: Sequence[int], /) -> None: ...
 def fixed_sizes(rows: int, sequences: int, max_seqlen: int, ranks: int, /) -> tuple[int, ...]: ...
 def int32s(sequence: Sequence[int], name: str, /) -> bytes: ...
+def launches(words: Buffer, packs: bool, waiting: int) -> memoryview: ...
+def join_entries(entries: Buffer, packs: bool) -> memoryview: ...
 
 @final
 class Plan:

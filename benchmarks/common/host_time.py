@@ -36,7 +36,7 @@ from torch import Tensor
 import hcp
 from common.flags import JsonFile
 from hcp.attention import kernels
-from hcp.attention.kernels import Choice, Kernel, Launch, in_packs, kernel_for
+from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.gather import Gathered, gathered_of
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
@@ -133,7 +133,7 @@ class Prepared:
     """A kernel that returns the results of its first launch."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    launches = staticmethod(in_packs)
+    packs = True
 
     def __init__(self) -> None:
         self.given = Ways({}, {})
@@ -332,7 +332,7 @@ def call_of(
     """Causal attention over a pack, by as many calls as the kernel takes for it."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
-    launches = kernel.launches(entries)
+    launches = join(entries, packs=kernel.packs)
     query, key, value, grad = (
         torch.randn(sum(lengths), heads, CALL_SIZE, device=device, dtype=dtype)
         for heads in (CALL_HEADS[0], CALL_HEADS[1], CALL_HEADS[1], CALL_HEADS[0])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Choice, Launch, kernel_for
+from hcp.attention.kernels import Choice, Launch, join, kernel_for
 from hcp.attention.prepared import Run, prepared_of
 from hcp.exchange.tables import Entry
 from hcp.step.handler import ContextParallelHandler
@@ -84,7 +84,7 @@ class Whole:
         self._kernel = kernel_for(sizes.device, sizes.dtype, choice)
         starts = self.starts().tolist()
         entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
-        self._launches = self._kernel.launches(entries)
+        self._launches = join(entries, packs=self._kernel.packs)
         self.wanted = self._results()
         """Output, and the gradients of queries, keys and values."""
         self.largest = [float(x.abs().max()) for x in self.wanted]

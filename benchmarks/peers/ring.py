@@ -23,7 +23,7 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for
+from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for
 from hcp.exchange.tables import Entry
 
 
@@ -64,10 +64,11 @@ class Ring:
         whole = [*zip(starts, own, strict=True)]
         halves = [(s // 2, n // 2) for s, n in whole]
         square = [Entry(s, n, s, n, 1 - n, 0) for s, n in whole]
+        packs = self.kernel.packs
         self._parts = {
-            "own": Part(None, None, self.kernel.launches(square)),
-            "earlier": Part(None, first, self.kernel.launches([*map(_block, whole, halves)])),
-            "later": Part(second, None, self.kernel.launches([*map(_block, halves, whole)])),
+            "own": Part(None, None, join(square, packs=packs)),
+            "earlier": Part(None, first, join([*map(_block, whole, halves)], packs=packs)),
+            "later": Part(second, None, join([*map(_block, halves, whole)], packs=packs)),
         }
         self.runs = self._runs(whole)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hcp import _core, ops
 from hcp.attention.checks import check, check_options, scale_of, window_of
-from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, scores_of_sinks, wide
+from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for, scores_of_sinks, wide
 from hcp.attention.layer import as_kernels_take
 from hcp.exchange.agreement import (
     Kind,
@@ -90,7 +90,7 @@ def _blocks(
     key_rows: int,
 ) -> Blocks:
     """``query_runs``, ``key_runs``: of entries."""
-    launches = kernel.launches(entries) if entries else []
+    launches = join(entries, packs=kernel.packs) if entries else []
     found = {
         entry: (i, entry.query_row - launch.queries.start, entry.key_row - launch.keys.start)
         for i, launch in enumerate(launches)

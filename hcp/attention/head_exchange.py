@@ -252,7 +252,7 @@ class _Repeated:
     def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
         self._kernel, self._key_of, self._count = kernel, key_of, count
         self._index = torch.tensor(key_of, device="cpu")
-        self.launches = kernel.launches
+        self.packs = kernel.packs
         self.dtypes = kernel.dtypes
 
     def capped(self, softcap: float) -> Kernel | None:

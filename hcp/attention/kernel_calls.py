@@ -1,141 +1,130 @@
-"""A schedule's entries as launches of a kernel, and its tables in terms of these launches."""
+"""A schedule's entries as launches of a kernel, and its tables in terms of these launches. The core
+makes them; here their sections get names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Kernel, Launch
-from hcp.exchange.tables import Entry, Move, Read, Schedule
+from hcp import _core
+from hcp.attention.kernels import Kernel, Launch, LaunchTable
+from hcp.exchange.layout import buffer_of, tensor_of
+from hcp.exchange.tables import Read, Schedule
+
+WAITING = 5
+"""The most stages whose outputs wait for the last one. They have no more bytes than those of three
+and a total of twice the width."""
 
 
-class Launches(NamedTuple):
-    """Launches of each stage, and the tables of rows that they take and give."""
+class Launches(LaunchTable):
+    """Launches of each stage, and the tables of rows that they take and give. A section is read
+    when somebody asks for it."""
 
-    stages: list[list[Launch]]
-    number: int
-    """The number of launches in all stages."""
-    query_cuts: Tensor | None
-    """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
-    key_cuts: list[Tensor | None]
-    """Their keys, by stage. None, for keys that lie here: all of them."""
-    running_runs: list[Tensor | None]
-    """By stage: what its launches and those that wait gave goes into a total when it ends, by these
-    runs, whose parts are these launches. None: they wait."""
-    output_runs: Tensor
-    """The same of the launches that no total has when the last stage ends."""
-    sunk_runs: Tensor
-    """``output_runs`` with the sinks as one more part, after the launches."""
-    home_runs: Tensor
-    local_runs: Tensor
-    one_launch: bool
-    """Whether a single launch computes all rows on all keys, which lie here: nothing is merged or
-    summed."""
+    def __init__(self, words: Tensor) -> None:
+        super().__init__(words)
+        sizes = self.section("SIZES")[0].tolist()
+        self.number, self._query_rows, whole, one, self._staged_rows = sizes
+        """``number``: of the launches in all stages."""
+        self.one_launch = bool(one)
+        """Whether a single launch computes all rows on all keys, which lie here: nothing is merged
+        or summed."""
+        self.query_cuts = None if whole else self.section("QUERY_CUTS")
+        """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
+        self._stages = [_StageEnds(*record) for record in self.records("STAGES")]
 
+    @cached_property
+    def stages(self) -> list[list[Launch]]:
+        made = self.launches()
+        return [made[a:b] for a, b in self._bounds("launches")]
 
-def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
-    """Make a schedule's launches of a kernel."""
-    stages = [kernel.launches(stage.entries) for stage in schedule.stages]
-    # Of each entry: its launch, and where its queries and its keys start there.
-    places: list[tuple[int, int, int]] = []
-    number = 0
-    for stage, launches in zip(schedule.stages, stages, strict=True):
-        found: dict[Entry, tuple[int, int, int]] = {}
-        for launch in launches:
-            for entry in launch.entries:
-                query = entry.query_row - launch.queries.start
-                found[entry] = (number, query, entry.key_row - launch.keys.start)
-            number += 1
-        places += [found[entry] for entry in stage.entries]
-    # Returned gradients are one more part, after the entries and the launches of stage 0.
-    local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
-    running_runs, output_runs, left = _running(
-        _renumber(schedule.output_runs, places, 1), [len(launches) for launches in stages]
-    )
-    local_runs = _renumber(schedule.local_runs, local, 2)
-    rows = schedule.query_rows
-    all_local = number == len(schedule.stages) == 1
-    queries = _cuts([launch.queries for launches in stages for launch in launches])
-    own, *others = [_cuts([launch.keys for launch in launches]) for launches in stages]
-    return Launches(
-        stages,
-        number,
-        _unless_all(queries, rows),
-        [_unless_all(own, rows), *others],
-        running_runs,
-        output_runs,
-        _with_sinks(output_runs, left, rows),
-        _renumber(schedule.home_runs, places, 2),
-        local_runs,
-        all_local and _covers(output_runs, rows) and _covers(local_runs, rows),
-    )
+    @cached_property
+    def key_cuts(self) -> list[Tensor | None]:
+        """Keys of the launches, by stage. None, for keys that lie here: all of them."""
+        cuts = self._by_stage("KEY_CUTS", "launches")
+        return [
+            None if stage.whole_keys else own for stage, own in zip(self._stages, cuts, strict=True)
+        ]
 
+    @cached_property
+    def running_runs(self) -> list[Tensor | None]:
+        """By stage: what its launches and those that wait gave goes into a total when it ends, by
+        these runs, whose parts are these launches. None: they wait."""
+        runs = self._by_stage("RUNNING_RUNS", "running")
+        return [
+            own if stage.ends_total else None for stage, own in zip(self._stages, runs, strict=True)
+        ]
 
-def _cuts(chosen: Sequence[slice]) -> Tensor:
-    cuts = [(part.start, part.stop - part.start) for part in chosen]
-    return torch.tensor(cuts, dtype=torch.int64, device="cpu").view(-1, 2)
+    @cached_property
+    def output_runs(self) -> Tensor:
+        """The same of the launches that no total has when the last stage ends."""
+        return self.section("OUTPUT_RUNS")
 
+    @cached_property
+    def sunk_runs(self) -> Tensor:
+        """``output_runs`` with the sinks as one more part, after the launches."""
+        return self.section("SUNK_RUNS")
 
-def _unless_all(cuts: Tensor, rows: int) -> Tensor | None:
-    return None if bool((cuts[:, 1] == rows).all()) else cuts
+    @cached_property
+    def home_runs(self) -> Tensor:
+        return self.section("HOME_RUNS")
 
+    @cached_property
+    def local_runs(self) -> Tensor:
+        return self.section("LOCAL_RUNS")
 
-def _covers(runs: Tensor, rows: int) -> bool:
-    """Whether runs of one part are that part, row by row."""
-    in_place = bool((runs[:, 0] == runs[:, 3]).all())
-    return in_place and int(runs[:, 1].sum()) == rows
+    # ---- rows that ranks read where their owners hold them ----
 
+    @cached_property
+    def reads(self) -> list[Read | None]:
+        """The rows that each stage reads from the memory of the keys' owners; None: nothing."""
+        owners, runs = self.records("READ_OWNERS"), self._by_stage("READ_RUNS", "read_runs")
+        return [
+            _read(owners[a:b], own, stage.key_rows) if b > a else None
+            for (a, b), own, stage in zip(
+                self._bounds("read_owners"), runs, self._stages, strict=True
+            )
+        ]
 
-def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> Tensor:
-    """Runs over entries as runs over launches: the part, and where it starts in there."""
-    if len(runs) == 0:
-        return runs
-    table = torch.tensor(places, device="cpu")[runs[:, 2]]
-    return torch.stack([runs[:, 0], runs[:, 1], table[:, 0], runs[:, 3] + table[:, offset]], 1)
+    @cached_property
+    def read_of_all(self) -> Read:
+        """The rows of all reads at once, those of one after the other's."""
+        rows = sum(read.rows for read in self.reads if read is not None)
+        return _read(self.records("ALL_OWNERS"), self.section("ALL_RUNS"), rows)
 
+    @property
+    def key_cuts_of_all(self) -> Tensor:
+        """The keys of the launches of all stages that read some, in the rows of that read."""
+        return self.section("ALL_KEY_CUTS")
 
-_TOGETHER = 3
-_AT_MOST = 5
-"""Stages whose outputs go into a total together, and that need no total: their outputs have no more
-bytes than those of three and a total of twice the width."""
+    @cached_property
+    def gradient_return(self) -> GradientReturn:
+        read = _read(self.records("HOME_OWNERS"), self.section("HOME_READ_RUNS"), self._query_rows)
+        readers = self.section("READERS").flatten().tolist()
+        return GradientReturn(self._staged_rows, self.section("STAGED_RUNS"), readers, read)
 
+    def _bounds(self, name: str) -> list[tuple[int, int]]:
+        """Where the records of each stage begin and end."""
+        ends = [getattr(stage, name) for stage in self._stages]
+        return list(zip([0, *ends], ends, strict=False))
 
-def _running(runs: Tensor, numbers: list[int]) -> tuple[list[Tensor | None], Tensor, int]:
-    """The runs of the launches that go into a total after each stage, those of the launches that
-    are left after the last one, and how many these are. ``numbers``: of launches, by stage."""
-    busy = [stage for stage, number in enumerate(numbers) if number > 0]
-    ends = busy[_TOGETHER - 1 : -1 : _TOGETHER] if len(busy) > _AT_MOST else []
-    running: list[Tensor | None] = [None] * len(numbers)
-    first = 0
-    for stage in ends:
-        after = sum(numbers[: stage + 1])
-        running[stage] = _of_parts(runs, first, after)
-        first = after
-    return running, _of_parts(runs, first, sum(numbers)), sum(numbers) - first
+    def _by_stage(self, section: str, name: str) -> list[Tensor]:
+        records = self.section(section)
+        return [records[a:b] for a, b in self._bounds(name)]
 
 
-def _of_parts(runs: Tensor, first: int, after: int) -> Tensor:
-    """The records of parts [first, after), counted from the first of them."""
-    chosen = runs[(runs[:, 2] >= first) & (runs[:, 2] < after)]
-    return chosen - chosen.new_tensor([0, 0, first, 0])
+class _StageEnds(NamedTuple):
+    """Where the records of a stage end, and what it is."""
 
-
-def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
-    """One more part, of ``rows`` rows, in every run, and for the rows that no run names."""
-    starts = runs[torch.cat([runs.new_ones(1).bool(), runs[1:, 0] != runs[:-1, 0]])[: len(runs)]]
-    begins = torch.cat([runs.new_zeros(1), starts[:, 0] + starts[:, 1]])
-    ends = torch.cat([starts[:, 0], runs.new_full((1,), rows)])
-    gaps = torch.stack([begins, ends - begins], 1)[ends > begins]
-    own = torch.cat([starts[:, :2], gaps])
-    extra = torch.stack([own[:, 0], own[:, 1], torch.full_like(own[:, 0], part), own[:, 0]], 1)
-    both = torch.cat([runs, extra])
-    return both[both[:, 0].sort(stable=True).indices]
-
-
-# ---- gradients that their owners read ------------------------------------------------------------
+    launches: int
+    running: int
+    read_owners: int
+    read_runs: int
+    ends_total: int
+    whole_keys: int
+    key_rows: int
 
 
 class GradientReturn(NamedTuple):
@@ -151,41 +140,12 @@ class GradientReturn(NamedTuple):
     that staged rows for it."""
 
 
-def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> GradientReturn:
-    def start(stager: int, owner: int) -> int:
-        return sum(n for peer, n in schedule.key_owners.items() if peer < owner and peer != stager)
+def _read(owners: list[list[int]], runs: Tensor, rows: int) -> Read:
+    held = [(peer, count) for peer, count, _ in owners]
+    return Read(held, runs, rows, [peer for peer, _, done in owners if done])
 
-    def shifted(rows: Tensor, moves: list[Move], starts: list[int]) -> tuple[Tensor, Tensor]:
-        """The move that each row belongs to, and the row counted from that move's start."""
-        firsts = torch.tensor([move.row for move in moves], device="cpu")
-        move = torch.searchsorted(firsts, rows, right=True) - 1
-        return move, rows - firsts[move] + torch.tensor(starts, device="cpu")[move]
 
-    sends = sorted(schedule.home_sends, key=lambda move: move.row)
-    staged = launches.home_runs
-    if sends:
-        _, rows = shifted(
-            staged[:, 0].contiguous(), sends, [start(rank, move.peer) for move in sends]
-        )
-        staged = torch.cat([rows.unsqueeze(1), staged[:, 1:]], 1)
-        staged = staged[rows.sort(stable=True).indices]
-    receives = sorted(schedule.home_receives, key=lambda move: move.row)
-    local = len(launches.stages[0])
-    runs = launches.local_runs.clone()
-    home = runs[:, 2] == local
-    if receives:
-        starts = [start(move.peer, rank) for move in receives]
-        move, rows = shifted(runs[home, 3], receives, starts)
-        runs[home, 2], runs[home, 3] = local + move, rows
-    total = sum(schedule.key_owners.values())
-    return GradientReturn(
-        total - schedule.query_rows,
-        staged,
-        sorted(move.peer for move in sends),
-        Read(
-            [(move.peer, total - schedule.key_owners[move.peer]) for move in receives],
-            runs,
-            schedule.query_rows,
-            [move.peer for move in receives],
-        ),
-    )
+def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
+    """Make a schedule's launches of a kernel. Raises ValueError for words that are no schedule."""
+    words = _core.launches(buffer_of(schedule.words), kernel.packs, WAITING)
+    return Launches(tensor_of(words, torch.int64))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
-from hcp.attention.kernel_calls import Launches, gradient_return_of
+from hcp.attention.kernel_calls import Launches
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import Read, Relay, Schedule
+from hcp.exchange.tables import Relay, Schedule
 from hcp.exchange.transport import Pending, Share, Shared, SharingTransport, Transport, shares
 
 
@@ -215,26 +215,18 @@ class ReadKeys:
         groups, head_dim, value_dim = sizes
         self._widths = groups * head_dim, groups * value_dim
         rows, readers = schedule.query_rows, schedule.readers
-        self._reads = schedule.reads
+        self._reads = launches.reads
         self._all_cuts: Tensor | None = None
         """The keys of the launches of all stages but the first, where they are read at once."""
         found = [read for read in self._reads if read is not None]
         row_bytes = sum(self._widths) * dtype.itemsize
         if len(found) > 1 and sum(read.rows for read in found) * row_bytes <= AT_ONCE_BYTES:
-            self._all_cuts = self._cuts_of_all()
-            self._reads = [Read.of_all(found)]
+            self._all_cuts = launches.key_cuts_of_all
+            self._reads = [launches.read_of_all]
         self._keys = transport.share(
             Share(rows, self._widths, dtype, schedule.whole_run, readers, self._reads)
         )
         self._whole = whole_cut(rows)
-
-    def _cuts_of_all(self) -> Tensor:
-        cuts, row = [], 0
-        for read, own in zip(self._reads[1:], self._launches.key_cuts[1:], strict=True):
-            if read is not None and own is not None:
-                cuts.append(own + own.new_tensor([row, 0]))
-                row += read.rows
-        return torch.cat(cuts)
 
     @property
     def _has_gradients(self) -> bool:
@@ -243,7 +235,7 @@ class ReadKeys:
 
     @cached_property
     def _grads(self) -> Shared:
-        home = gradient_return_of(self._schedule, self._launches, self._transport.rank)
+        home = self._launches.gradient_return
         like = self._widths, self._dtype
         return self._transport.share(
             Share(

@@ -262,7 +262,7 @@ class _Expanding:
     def __init__(self, kernel: Kernel, expansion: Expansion) -> None:
         self._kernel, self._expansion = kernel, expansion
         self.dtypes = kernel.dtypes
-        self.launches = kernel.launches
+        self.packs = kernel.packs
         self.value_dim = 0
         """E, once a launch was computed."""
         self.sums: list[Tensor | None] = [None] * len(expansion.parameters)

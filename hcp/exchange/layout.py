@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 from functools import cached_property
@@ -85,6 +86,15 @@ def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
     if view.nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=dtype)
+
+
+def buffer_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The values of a tensor on the CPU for the C core to read, without a copy where they are
+    contiguous. The buffer keeps them."""
+    values = tensor.contiguous()
+    buffer = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    buffer.values = values  # type: ignore[attr-defined]
+    return buffer
 
 
 def rows_may_vary(tensor: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class Sections:
     def __init__(self, words: Tensor) -> None:
         self.words = words
         first = words[: self.HEADER_WORDS + 2 * len(self.SECTIONS)].tolist()
-        self._header, self._heads = first[: self.HEADER_WORDS], first[self.HEADER_WORDS :]
+        self._header: list[int] = first[: self.HEADER_WORDS]
+        self._heads: list[int] = first[self.HEADER_WORDS :]
 
     def section(self, name: str) -> Tensor:
         """Records of a section: int64 (records, width), a view of the words."""
@@ -212,20 +213,6 @@ class Read(NamedTuple):
     done: list[int]
     """Those that no later read of the exchange reads."""
 
-    @classmethod
-    def of_all(cls, reads: Sequence[Read]) -> Read:
-        """The rows of several reads of an exchange at once, those of one after the other's."""
-        held = dict(sorted(owner for read in reads for owner in read.owners))
-        places = {peer: i for i, peer in enumerate(held)}
-        runs, rows = [], 0
-        for read in reads:
-            parts = torch.tensor([places[peer] for peer, _ in read.owners], device="cpu")
-            row, count, part, part_row = read.runs.unbind(1)
-            runs.append(torch.stack([row + rows, count, parts[part], part_row], 1))
-            rows += read.rows
-        done = sorted(peer for read in reads for peer in read.done)
-        return cls([*held.items()], torch.cat(runs), rows, done)
-
 
 class HeadMoves(NamedTuple):
     """The all-to-all between neighbours, rows for heads, before the first stage; and back after the
@@ -348,27 +335,6 @@ class Schedule(Sections):
     def query_rows(self) -> int:
         """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
         return int(self.section("STAGES")[0, -2])
-
-    @cached_property
-    def reads(self) -> list[Read | None]:
-        """The rows that each stage reads from the memory of the keys' owners; None: nothing."""
-        owners = [sorted(set(stage.pulls[:, 2].tolist())) for stage in self.stages]
-        reads: list[Read | None] = []
-        for i, (stage, own) in enumerate(zip(self.stages, owners, strict=True)):
-            later = set(itertools.chain.from_iterable(owners[i + 1 :]))
-            reads.append(self._read(stage, own, later) if stage.attends and own else None)
-        return reads
-
-    def _read(self, stage: Stage, owners: list[int], later: set[int]) -> Read:
-        parts = torch.searchsorted(
-            torch.tensor(owners, device="cpu"), stage.pulls[:, 2].contiguous()
-        )
-        return Read(
-            [(peer, self.key_owners[peer]) for peer in owners],
-            torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
-            stage.key_rows,
-            [peer for peer in owners if peer not in later],
-        )
 
     @cached_property
     def readers(self) -> list[int]:

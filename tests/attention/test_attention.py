@@ -346,7 +346,7 @@ def test_one_merge_rounds_less_than_a_chain(
     case = replace(case, sizes=(2, degree // 2), head_dim=32, causal=False)
     merged = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
     monkeypatch.setattr(attend, "merged", chained_merge)
-    monkeypatch.setattr(kernel_calls, "_AT_MOST", degree)  # one call merges all
+    monkeypatch.setattr(kernel_calls, "WAITING", degree)  # one call merges all
     for module in (attend, key_transfer):
         monkeypatch.setattr(module, "summed", chained_sums)
     chained = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))

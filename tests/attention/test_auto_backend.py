@@ -24,7 +24,6 @@ from hcp.attention.kernels import (
     KernelFamily,
     Launch,
     auto,
-    in_packs,
     kernel_for,
     order,
     present,
@@ -61,7 +60,7 @@ class Packs(Formula):
     """The formula for packs of any dtype, which reports what it computes."""
 
     dtypes = (torch.bfloat16, torch.float16, torch.float64)  # type: ignore[assignment]
-    launches = staticmethod(in_packs)
+    packs = True
     asked: list[str]
 
     def __init__(self, name: str, asked: list[str], softcap: float = 0.0, **refuses: Any) -> None:

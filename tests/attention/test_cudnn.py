@@ -23,7 +23,7 @@ import hcp
 import hcp.step.backends
 from hcp import _versions
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, KernelFamily, Launch, in_packs
+from hcp.attention.kernels import Call, KernelFamily, Launch, join
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
@@ -152,7 +152,7 @@ def test_any_pack_equals_the_formula_entry_by_entry(
     # A causal entry's first query sees a key: it has no more queries than keys.
     sizes = [(min(q, k) if window[1] == 0 else q, k) for q, k, _, _ in drawn_entries]
     gaps = [(q, k) for _, _, q, k in drawn_entries]
-    for launch in in_packs(entries_of(sizes, gaps, window)):
+    for launch in join(entries_of(sizes, gaps, window), packs=True):
         rows = drawn(launch, heads, torch.float64)
         found, want = results(cudnn.Cudnn(), launch, rows), by_formula(launch, rows)
         inside = ~want[1].isnan()
@@ -194,7 +194,7 @@ def test_few_graphs_serve_many_packs(cudnn: Any, graphs: list[fake_cudnn.Graph])
         for n in lengths:
             entries.append(Entry(row, n, row, n, 1 - n, 0))
             row += n
-        for launch in in_packs(entries):  # one row alone has another window
+        for launch in join(entries, packs=True):  # one row alone has another window
             results(kernel, launch, drawn(launch, (4, 2), torch.float64))
     # Of each direction: for one entry, for up to four, and for one that sees one key.
     assert len(graphs) == 6

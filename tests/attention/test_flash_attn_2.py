@@ -9,7 +9,7 @@ import torch
 from support.varlen import varlen_backward, varlen_forward
 from torch import Tensor
 
-from hcp.attention.kernels import Launch, in_packs
+from hcp.attention.kernels import Launch, join
 from hcp.attention.kernels.flash_attn_torch import MOST_HEAD_SIZE, Flash2
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
@@ -59,7 +59,7 @@ def drawn(launch: Launch, size: int, value_size: int) -> list[Tensor]:
 
 def expect_the_formula(entries: list[Entry], size: int, value_size: int) -> None:
     """Compare the rows of the entries, forward and backward with a gradient of the log-sum-exp."""
-    (launch,) = in_packs(entries)
+    (launch,) = join(entries, packs=True)
     query, key, value, grad = drawn(launch, size, value_size)
     grad_lse, kernel = grad[..., 0], Library()
     out, lse = kernel.forward(launch, query, key, value, 0.3)

@@ -21,7 +21,7 @@ from torch import Tensor
 import hcp
 from hcp import ops
 from hcp.attention import kernels
-from hcp.attention.kernels import Kernel, KernelFamily, Launch, each_alone
+from hcp.attention.kernels import Kernel, KernelFamily, Launch, join
 from hcp.attention.kernels.cpu import CpuFlash
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
@@ -149,7 +149,7 @@ def test_a_row_that_a_library_calls_empty_is_nan(
         "cuDNN": lambda: cudnn(NAN),
         "cuDNN, -inf": lambda: cudnn(-INF),
     }[library]()
-    (launch,) = each_alone([SQUARE])
+    (launch,) = join([SQUARE], packs=False)
     out, lse = kernel.forward(launch, *(torch.ones(ROWS) for _ in range(3)), 1.0)
     expected = torch.ones(3, 2)
     expected[1, 0] = NAN
@@ -164,7 +164,7 @@ def test_a_row_that_a_library_calls_empty_is_nan(
 @pytest.mark.parametrize("dtype", CpuFlash.dtypes, ids=str)
 def test_zeros_are_no_sign_of_nan(dtype: torch.dtype, keys: int) -> None:
     """The kernel of PyTorch writes 0 and a log-sum-exp of 0 for NaN; here they are right."""
-    (launch,) = each_alone([Entry(0, 1, 0, keys, 0, keys - 1)])
+    (launch,) = join([Entry(0, 1, 0, keys, 0, keys - 1)], packs=False)
     zeros = torch.zeros(1, 2, 8, dtype=dtype), torch.zeros(keys, 2, 8, dtype=dtype)
     out, lse = CpuFlash().forward(launch, zeros[0], zeros[1], zeros[1], 1.0)
     assert not out.any()

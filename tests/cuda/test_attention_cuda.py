@@ -18,7 +18,7 @@ from support.rotary import error as rope_error
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Kernel, Launch, in_packs, kernels_of
+from hcp.attention.kernels import Kernel, Launch, join, kernels_of
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 from hcp.step.dispatch import Groups
@@ -316,7 +316,8 @@ def test_formula_and_merge_lose_no_nan_in_float64() -> None:
 def packed(high: list[int]) -> Launch:
     """Entries with gaps before and between them, in queries, in keys and in both."""
     places = ((5, 130, 0, 200), (135, 64, 210, 64), (230, 2, 274, 300), (232, 300, 600, 300))
-    return in_packs([Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)])[0]
+    entries = [Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)]
+    return join(entries, packs=True)[0]
 
 
 def results(
@@ -449,7 +450,7 @@ def test_a_package_computes_packs_with_gaps(
     # Under a causal mask a first query that sees a key has no more queries than keys beside it.
     sizes = [(q, k) for q, k in PACKED if q <= k or window[1] > 0]
     torch.manual_seed(0)
-    for launch in in_packs(entries_with_gaps(sizes, window)):
+    for launch in join(entries_with_gaps(sizes, window), packs=True):
         queries = launch.queries.stop - launch.queries.start
         keys = launch.keys.stop - launch.keys.start
 
@@ -466,7 +467,7 @@ def test_a_package_computes_packs_with_gaps(
 @needs_cudnn
 def test_cudnn_computes_rows_of_a_projection_and_is_deterministic_if_told() -> None:
     kernel = kernels_of("cudnn", torch.device("cuda", torch.cuda.current_device()))[0]
-    (launch,) = in_packs(entries_with_gaps([(64, 64), (300, 300)], (-1, 0)))
+    (launch,) = join(entries_with_gaps([(64, 64), (300, 300)], (-1, 0)), packs=True)
     queries = launch.queries.stop - launch.queries.start
     keys = launch.keys.stop - launch.keys.start
     torch.manual_seed(0)

@@ -104,15 +104,6 @@ def test_few_bytes_of_keys_are_read_at_once(
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_reads_become_one_with_the_rows_of_one_after_the_others() -> None:
-    first = Read([(1, 5), (4, 6)], torch.tensor([[0, 2, 1, 3], [2, 1, 0, 4]]), 3, [1])
-    second = Read([(0, 7), (4, 6)], torch.tensor([[0, 4, 0, 1], [4, 1, 1, 0]]), 5, [0, 4])
-    read = Read.of_all([first, second])
-    assert read.owners == [(0, 7), (1, 5), (4, 6)]
-    assert read.runs.tolist() == [[0, 2, 2, 3], [2, 1, 1, 4], [3, 4, 0, 1], [7, 1, 2, 0]]
-    assert (read.rows, read.done) == (8, [0, 1, 4])
-
-
 def attend(case: Case, scale: Callable[[int], float]) -> None:
     def layer(groups: Any) -> None:
         for cp, local in dispatched(groups, case):

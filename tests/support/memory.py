@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import Launch, in_packs, wide
+from hcp.attention.kernels import Launch, wide
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.gather import Gathered, gathered_of
 from hcp.exchange.tables import Move
@@ -67,7 +67,7 @@ class Shapes:
     """A kernel that takes packs and computes nothing."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    launches = staticmethod(in_packs)
+    packs = True
 
     def capped(self, softcap: float) -> None:
         return None

@@ -10,8 +10,9 @@
  *   5. route              moves rows to where they are computed, and back
  *   6. states             how states of recurrent layers get from rank to rank
  *   7. schedule           the steps of one attention layer on one rank
- *   8. grid               the ranks that form tp, pp, cp, dp, ...
- *   9. rebind             swaps the process groups that a model holds, all or none
+ *   8. launches           a schedule's blocks of attention as launches of a kernel
+ *   9. grid               the ranks that form tp, pp, cp, dp, ...
+ *  10. rebind             swaps the process groups that a model holds, all or none
  *
  * The core is C11 and libc: it knows no tensor, no language, no device and no
  * communicator, keeps no globals, starts no threads and does no I/O. Every
@@ -1044,6 +1045,92 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
                                int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
                                hcp_error *err);
 
+/* ---- 8. Launches -------------------------------------------------------- */
+
+/* How a kernel of attention takes entries of a schedule. */
+typedef struct hcp_kernel {
+  int32_t packs;   /* 0: one entry a launch; 1: as many as ascend without overlap, in queries and
+                      in keys, and have one window */
+  int64_t waiting; /* most stages whose outputs wait for the last one: with more, they go into a
+                      total, those of HCP_LAUNCHES_TOGETHER stages at a time */
+} hcp_kernel;
+
+enum { HCP_LAUNCHES_TOGETHER = 3 };
+
+/* Launches are numbered over all stages. Under `packs` an entry joins the first launch of its
+ * stage that takes it. Runs are those of the schedule, over launches in place of entries.
+ *
+ *   SIZES          launches, query rows, 1 if each launch has all queries, 1 if a single launch
+ *                  computes all rows on all keys, which lie here: nothing is merged or summed; rows
+ *                  that this rank stages
+ *   STAGES         ends of the stage's records in LAUNCHES, RUNNING_RUNS, READ_OWNERS and
+ *                  READ_RUNS; 1 if what waits goes into a total when it ends; 1 in stage 0 if each
+ *                  launch has all keys; key rows
+ *   LAUNCHES       (end of its ENTRIES, first query, end of queries, first key, end of keys,
+ *                  left, right): the window as FlashAttention has it, aligned bottom right
+ *   ENTRIES        as in the schedule, launch after launch
+ *   QUERY_CUTS     (row, rows): queries of each launch
+ *   KEY_CUTS       (row, rows): keys of each launch
+ *   RUNNING_RUNS   a total <- what waits, counted from the first launch that waits
+ *   OUTPUT_RUNS    local rows <- what no total has when the last stage ends, counted likewise
+ *   SUNK_RUNS      OUTPUT_RUNS with one more part of all rows, after those launches
+ *   HOME_RUNS      rows sent home <- launches
+ *   LOCAL_RUNS     local rows <- launches of stage 0, then the gradients that came home
+ *
+ * Where ranks read keys in place, further sections say what is read. A read has owners, (peer, all
+ * rows that it holds, 1 if no later read of the exchange reads it), ascending, and runs, (row,
+ * rows, part, part_row): rows that are read <- rows of those owners.
+ *
+ *   READ_OWNERS    of each stage that has entries
+ *   READ_RUNS
+ *   ALL_OWNERS     of one read of all of them, the rows of one stage after those of the other
+ *   ALL_RUNS
+ *   ALL_KEY_CUTS   KEY_CUTS of their launches in these rows
+ *   STAGED_RUNS    staged gradients <- launches. Each rank stages, for each of the others, as many
+ *                  rows as that owner has
+ *   READERS        (peer): owners that staged rows are for, ascending
+ *   HOME_OWNERS    of the read of gradients that others staged for this rank
+ *   HOME_READ_RUNS local rows <- launches of stage 0, then those owners */
+#define HCP_LAUNCHES_SECTIONS(X) \
+  X(SIZES, 5)                    \
+  X(STAGES, 7)                   \
+  X(LAUNCHES, 7)                 \
+  X(ENTRIES, 6)                  \
+  X(QUERY_CUTS, 2)               \
+  X(KEY_CUTS, 2)                 \
+  X(RUNNING_RUNS, 4)             \
+  X(OUTPUT_RUNS, 4)              \
+  X(SUNK_RUNS, 4)                \
+  X(HOME_RUNS, 4)                \
+  X(LOCAL_RUNS, 4)               \
+  X(READ_OWNERS, 3)              \
+  X(READ_RUNS, 4)                \
+  X(ALL_OWNERS, 3)               \
+  X(ALL_RUNS, 4)                 \
+  X(ALL_KEY_CUTS, 2)             \
+  X(STAGED_RUNS, 4)              \
+  X(READERS, 1)                  \
+  X(HOME_OWNERS, 3)              \
+  X(HOME_READ_RUNS, 4)
+
+enum {
+#define HCP_LAUNCHES_ENUM(name, width) HCP_LAUNCHES_##name,
+  HCP_LAUNCHES_SECTIONS(HCP_LAUNCHES_ENUM)
+#undef HCP_LAUNCHES_ENUM
+      HCP_LAUNCHES_SECTION_COUNT
+};
+
+/* Make the launches of a schedule, which is given as words, its header among them: they may be all
+ * that a backward has. words is read during the call only. HCP_INVALID for words that are no
+ * schedule. */
+hcp_status hcp_launches_create(const int64_t *words, int64_t word_count, const hcp_kernel *kernel,
+                               hcp_table **launches, hcp_error *err);
+
+/* Join n entries of one stage, each as in ENTRIES, to launches. Of the sections, only LAUNCHES,
+ * ENTRIES, QUERY_CUTS and KEY_CUTS have records. */
+hcp_status hcp_launches_join(const int64_t *entries, int64_t n, const hcp_kernel *kernel,
+                             hcp_table **launches, hcp_error *err);
+
 /* ---- Fixed capacity ----------------------------------------------------- */
 
 /* What the tables of a layer in a CUDA graph have room for, whatever the plan. Ranks 0 to
@@ -1092,7 +1179,7 @@ hcp_status hcp_fixed_sizes(const hcp_capacity *capacity, int64_t sizes[HCP_FIXED
 hcp_status hcp_fixed_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             const hcp_capacity *capacity, hcp_table **fixed, hcp_error *err);
 
-/* ---- 8. Grid ------------------------------------------------------------ */
+/* ---- 9. Grid ------------------------------------------------------------ */
 
 #define HCP_DIMENSIONS(X) \
   X(TP, "tp")             \
@@ -1134,7 +1221,7 @@ hcp_status hcp_grid_groups(const hcp_grid *grid, const char *role, int32_t *rank
 hcp_status hcp_grid_shares(const hcp_grid *a, const hcp_grid *b, const char *role, int32_t *same,
                            hcp_error *err);
 
-/* ---- 9. Rebind ---------------------------------------------------------- */
+/* ---- 10. Rebind ---------------------------------------------------------- */
 
 /* How the caller reads and writes slot i, a place in a model that holds a process group.
  * Callbacks return 0 for success; anything else stops the switch and is undone. get hands over one

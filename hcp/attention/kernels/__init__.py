@@ -17,17 +17,23 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import sys
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hcp.exchange.tables import Entry
+from hcp import _core
+from hcp.exchange.layout import tensor_of
+from hcp.exchange.tables import Entry, Sections, places
+
+_Rows: TypeAlias = "slice[int, int, None]"
 
 
 class Launch:
@@ -36,26 +42,39 @@ class Launch:
     bounds_change = False
     """Whether what ``bounds`` returns is written anew between calls: then nothing that is made of
     its contents may be kept."""
+    _blocks: Tensor
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         first, last = entries[0], entries[-1]
         self.entries = entries
-        self.window = first.window
-        self.queries = slice(first.query_row, last.query_row + last.query_rows)
-        self.keys = slice(first.key_row, last.key_row + last.key_rows)
+        self._begin(
+            slice(first.query_row, last.query_row + last.query_rows),
+            slice(first.key_row, last.key_row + last.key_rows),
+            first.window,
+        )
+
+    @classmethod
+    def of_table(cls, fields: Sequence[int], blocks: Tensor) -> Launch:
+        """A launch of a table of the core. ``fields``: begin and end of its queries and of its
+        keys, and its window. ``blocks``: the fields of its entries."""
+        launch = cls.__new__(cls)
+        launch._blocks = blocks
+        query, query_end, key, key_end, *window = fields
+        launch._begin(slice(query, query_end), slice(key, key_end), (window[0], window[1]))
+        return launch
+
+    def _begin(self, queries: _Rows, keys: _Rows, window: tuple[int, int]) -> None:
+        self.queries, self.keys, self.window = queries, keys, window
         self.chosen: dict[tuple[object, ...], Any] = {}
         """What computes it, by call, where a kernel chooses between others: see ``auto``."""
         self.kept: dict[str, Any] = {}
         """What a kernel made of it for the calls of all layers, under the kernel's name."""
         self._bounds: tuple[Tensor, Tensor] | None = None
 
-    def accepts(self, entry: Entry) -> bool:
-        """Whether the entry can follow in the same launch."""
-        return (
-            entry.window == self.window
-            and entry.query_row >= self.queries.stop
-            and entry.key_row >= self.keys.stop
-        )
+    @cached_property
+    def entries(self) -> Sequence[Entry]:
+        """Made when a kernel asks for them."""
+        return [Entry(*fields) for fields in self._blocks.tolist()]
 
     def sizes(self) -> list[tuple[int, int]]:
         """(queries, keys) of every sequence of a packed launch: the entries, and the gaps between
@@ -123,8 +142,10 @@ class Kernel(Protocol):
     def capped(self, softcap: float) -> Kernel | None:
         """The kernel with scores s as softcap * tanh(s / softcap). None: the library has none."""
 
-    def launches(self, entries: Sequence[Entry]) -> list[Launch]:
-        """The entries of one stage as launches, in any order."""
+    @property
+    def packs(self) -> bool:
+        """Whether a launch computes as many entries as ascend in queries and in keys and have one
+        window; else it computes one."""
 
     def forward(
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -171,24 +192,26 @@ class PackedKernel(Kernel, Protocol):
         other has, and says why not."""
 
 
-def each_alone(entries: Sequence[Entry]) -> list[Launch]:
-    """One launch an entry."""
-    return [Launch([entry]) for entry in entries]
+def join(entries: Sequence[Entry], *, packs: bool) -> list[Launch]:
+    """The entries of one stage as launches of a kernel. ``packs``: see ``Kernel``."""
+    fields = array("q", itertools.chain.from_iterable(entries))
+    table = LaunchTable(tensor_of(_core.join_entries(fields, packs), torch.int64))
+    return table.launches()
 
 
-def in_packs(entries: Sequence[Entry]) -> list[Launch]:
-    """Make as few launches as the order of the entries allows."""
-    packs: list[list[Entry]] = []
-    made: list[Launch] = []
-    for entry in entries:
-        fitting = next((i for i, launch in enumerate(made) if launch.accepts(entry)), None)
-        if fitting is None:
-            packs.append([entry])
-            made.append(Launch(packs[-1]))
-        else:
-            packs[fitting].append(entry)
-            made[fitting] = Launch(packs[fitting])
-    return made
+class LaunchTable(Sections):
+    """Launches, as the core's tables have them."""
+
+    SECTIONS = _core.LAUNCHES_SECTIONS
+    PLACES = places(SECTIONS)
+
+    def launches(self) -> list[Launch]:
+        """The launches of all stages."""
+        blocks, begin, made = self.section("ENTRIES"), 0, []
+        for end, *fields in self.records("LAUNCHES"):
+            made.append(Launch.of_table(fields, blocks[begin:end]))
+            begin = end
+        return made
 
 
 def nan_for_infinity(lse: Tensor) -> Tensor:

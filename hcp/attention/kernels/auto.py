@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, PackedKernel, in_packs, kernels_of
+from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, PackedKernel, kernels_of
 from hcp.attention.kernels.order import order_of
 from hcp.attention.kernels.present import Found, dotted, present
 from hcp.attention.kernels.proof import fault
@@ -58,7 +58,7 @@ class Auto:
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    launches = staticmethod(in_packs)
+    packs = True
 
     def __init__(self, candidates: Sequence[Candidate], softcap: float = 0.0) -> None:
         """The first one computes what none takes, and so says why not. ``softcap``: theirs."""

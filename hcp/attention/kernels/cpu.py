@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Launch, each_alone
+from hcp.attention.kernels import Launch
 from hcp.attention.kernels.shapes import (
     backward_columns,
     head_size,
@@ -30,7 +30,7 @@ class CpuFlash:
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    launches = staticmethod(each_alone)
+    packs = False
 
     def capped(self, softcap: float) -> None:
         return None

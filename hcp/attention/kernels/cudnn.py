@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hcp._versions import check_if_installed
-from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity, wide
+from hcp.attention.kernels import Call, Kernel, Launch, nan_for_infinity, wide
 from hcp.attention.kernels.shapes import (
     LSE_COLUMNS,
     backward_columns,
@@ -47,7 +47,7 @@ class Cudnn:
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    launches = staticmethod(in_packs)
+    packs = True
 
     def takes(self, call: Call) -> bool:
         """Not bounds that change: its graph is made of their numbers."""

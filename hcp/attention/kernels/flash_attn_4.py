@@ -18,7 +18,6 @@ from hcp.attention.kernels import (
     Call,
     Kernel,
     Launch,
-    in_packs,
     is_ordered,
     nan_for_infinity,
     refuse_order,
@@ -48,7 +47,7 @@ class Flash4:
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    launches = staticmethod(in_packs)
+    packs = True
 
     def takes(self, call: Call) -> bool:
         """Not a backward that must be deterministic: it would take memory for each pair of a

@@ -14,7 +14,6 @@ from hcp.attention.kernels import (
     Launch,
     cpu,
     formula,
-    in_packs,
     nan_for_infinity,
 )
 from hcp.attention.kernels.shapes import (
@@ -37,7 +36,7 @@ class Flash2:
     def capped(self, softcap: float) -> Kernel | None:
         return None
 
-    launches = staticmethod(in_packs)
+    packs = True
 
     def takes(self, call: Call) -> bool:
         return True

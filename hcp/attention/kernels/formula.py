@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Launch, each_alone, nan_for_infinity
+from hcp.attention.kernels import Launch, nan_for_infinity
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Formula:
 
     dtypes = (torch.float64, torch.float32)
 
-    launches = staticmethod(each_alone)
+    packs = False
 
     def capped(self, softcap: float) -> Formula:
         return Formula(softcap)

@@ -1,0 +1,62 @@
+/* launches.c - launches of a kernel, from the words of a schedule. */
+#include "glue.h"
+
+/* The 64-bit numbers of a buffer, read-only. Returns 0, or -1 with an exception set. */
+static int numbers_from(PyObject *object, const char *name, Py_ssize_t width, Py_buffer *view) {
+  Py_ssize_t bytes = width * (Py_ssize_t)sizeof(int64_t);
+  if (PyObject_GetBuffer(object, view, PyBUF_SIMPLE) < 0) return -1;
+  int aligned = view->len == 0 || (uintptr_t)view->buf % sizeof(int64_t) == 0;
+  if (view->len % bytes == 0 && aligned) return 0;
+  PyErr_Format(PyExc_ValueError, "%s has %zd bytes, expected aligned records of %zd", name,
+               view->len, bytes);
+  PyBuffer_Release(view);
+  return -1;
+}
+
+static PyObject *launches(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"words", "packs", "waiting", NULL};
+  PyObject *words, *waiting;
+  int packs;
+  hcp_kernel kernel;
+  Py_buffer view;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OpO:launches", keywords, &words, &packs,
+                                   &waiting) ||
+      hcp_py_int64(waiting, "waiting", &kernel.waiting) < 0 ||
+      numbers_from(words, "words", 1, &view) < 0)
+    return NULL;
+  kernel.packs = packs;
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status = hcp_launches_create(
+      view.buf, (int64_t)(view.len / (Py_ssize_t)sizeof(int64_t)), &kernel, &table, &err);
+  Py_END_ALLOW_THREADS PyBuffer_Release(&view);
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
+static PyObject *join_entries(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"entries", "packs", NULL};
+  PyObject *entries;
+  int packs;
+  Py_buffer view;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Op:join_entries", keywords, &entries, &packs) ||
+      numbers_from(entries, "entries", 6, &view) < 0)
+    return NULL;
+  hcp_kernel kernel = {.packs = packs};
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status = hcp_launches_join(
+      view.buf, (int64_t)(view.len / (6 * (Py_ssize_t)sizeof(int64_t))), &kernel, &table, &err);
+  Py_END_ALLOW_THREADS PyBuffer_Release(&view);
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
+static PyMethodDef functions[] = {
+    {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,
+     "A schedule's launches of a kernel, as words of a table."},
+    {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,
+     "Entries of one stage as launches, as words of a table."},
+    {NULL, NULL, 0, NULL}};
+
+int hcp_py_add_launches(PyObject *module) { return PyModule_AddFunctions(module, functions); }
