@@ -39,52 +39,48 @@ static void reduce_run(hcp_cast cast, const sum *s, const hcp_rotation *rotation
     reduce_rows(dtype, s, out);
 }
 
-static void reduce_column(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows,
-                          const hcp_rotation *rotation, hcp_column out) {
+/* Column c. */
+static void reduce_column(const hcp_sum *of, hcp_cast cast, int32_t c, const hcp_rotation *rotation,
+                          hcp_column out) {
+  const hcp_run *runs = of->runs;
   int64_t row = 0;
-  for (int64_t first = 0, end; first < n_runs; first = end) {
-    end = hcp_run_end(runs, n_runs, first);
+  for (int64_t first = 0, end; first < of->n_runs; first = end) {
+    end = hcp_run_end(runs, of->n_runs, first);
     clear_rows(out, row, runs[first].row - row);
-    reduce_run(cast, &(sum){parts, n_columns, &runs[first], end - first, 0}, rotation, out);
+    reduce_run(cast, &(sum){&of->parts[c], of->n_columns, &runs[first], end - first, 0}, rotation,
+               out);
     row = runs[first].row + runs[first].rows;
   }
-  clear_rows(out, row, rows - row);
+  clear_rows(out, row, of->rows - row);
 }
 
-static void reduce_columns(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                           const hcp_run *runs, int64_t n_runs, int64_t rows,
-                           const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
+static void reduce_columns(const hcp_sum *of, hcp_cast cast, const hcp_rotation *rotation,
+                           int32_t rotated, hcp_column out) {
   int64_t offset_bytes = 0;
-  for (int32_t c = 0; c < n_columns; ++c) {
-    int64_t row_bytes = hcp_cast_bytes(cast, parts[c].row_bytes);
+  for (int32_t c = 0; c < of->n_columns; ++c) {
+    int64_t row_bytes = hcp_cast_bytes(cast, of->parts[c].row_bytes);
     if (row_bytes == 0) continue;
-    reduce_column(cast, &parts[c], n_columns, runs, n_runs, rows, c < rotated ? rotation : NULL,
+    reduce_column(of, cast, c, c < rotated ? rotation : NULL,
                   column_slice(out, offset_bytes, row_bytes));
     offset_bytes += row_bytes;
   }
 }
 
-void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                            const hcp_run *runs, int64_t n_runs, int64_t rows,
-                            const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
-  hcp_cast none = {dtype, dtype};
-  reduce_columns(none, parts, n_columns, runs, n_runs, rows, rotation, rotated, out);
+void hcp_cpu_reduce_rotated(const hcp_sum *of, const hcp_rotation *rotation, int32_t rotated,
+                            hcp_column out) {
+  reduce_columns(of, (hcp_cast){of->dtype, of->dtype}, rotation, rotated, out);
 }
 
-void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
-                    int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                    hcp_column out) {
-  hcp_cast none = {dtype, dtype};
-  reduce_columns(cast != NULL ? *cast : none, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
+void hcp_cpu_reduce(const hcp_sum *of, const hcp_cast *cast, hcp_column out) {
+  hcp_cast none = {of->dtype, of->dtype};
+  reduce_columns(of, cast != NULL ? *cast : none, NULL, 0, out);
 }
 
-void hcp_cpu_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
-                       int64_t n_runs, hcp_column total) {
-  hcp_cast wide = {dtype, dtype == HCP_FLOAT64 ? HCP_FLOAT64 : HCP_FLOAT32};
-  for (int64_t first = 0, end; first < n_runs; first = end) {
-    end = hcp_run_end(runs, n_runs, first);
-    hcp__cast_rows(wide, &(sum){parts, 1, &runs[first], end - first, 1}, total);
+void hcp_cpu_reduce_on(const hcp_sum *of, hcp_column total) {
+  hcp_cast wide = {of->dtype, of->dtype == HCP_FLOAT64 ? HCP_FLOAT64 : HCP_FLOAT32};
+  for (int64_t first = 0, end; first < of->n_runs; first = end) {
+    end = hcp_run_end(of->runs, of->n_runs, first);
+    hcp__cast_rows(wide, &(sum){of->parts, 1, &of->runs[first], end - first, 1}, total);
   }
 }
 

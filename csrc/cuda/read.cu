@@ -29,19 +29,18 @@ static bool is_stretch(const hcp_column *columns, int32_t n_columns, hcp_column 
 
 /* The bytes of a copy on average, where every row of the result is one row of a peer's, and 0
  * otherwise. Runs that go on where the one before ends are one copy. */
-static int64_t bytes_of_a_copy(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                               int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged) {
+static int64_t bytes_of_a_copy(const hcp_sum &of, hcp_column out, int32_t first_staged) {
   int64_t row = 0, copies = 0;
-  for (int64_t r = 0; r < n_runs; ++r) {
-    const hcp_run *run = &runs[r], *before = r > 0 ? run - 1 : NULL;
+  for (int64_t r = 0; r < of.n_runs; ++r) {
+    const hcp_run *run = &of.runs[r], *before = r > 0 ? run - 1 : NULL;
     if (run->row != row || run->part < first_staged) return 0;
-    if (!is_stretch(&parts[run->part * n_columns], n_columns, out)) return 0;
+    if (!is_stretch(&of.parts[run->part * of.n_columns], of.n_columns, out)) return 0;
     bool goes_on = before != NULL && before->part == run->part &&
                    before->part_row + before->rows == run->part_row;
     copies += !goes_on;
     row += run->rows;
   }
-  return row == rows && copies > 0 ? rows * out.row_bytes / copies : 0;
+  return row == of.rows && copies > 0 ? of.rows * out.row_bytes / copies : 0;
 }
 
 /* Whether one call takes many copies on a stream: CUDA has that since 12.8, not on its default
@@ -162,39 +161,34 @@ static hcp_status copy_peer(const peer_rows &peer, bool by_steps, hcp_awaited st
 
 /* From one peer after the other, from the next one on: where all ranks read from all,
  * no two read from the same at any time. The first one's rows are still being staged. */
-static hcp_status read_by_copies(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                                 int64_t n_runs, hcp_column out, hcp_awaited staged, int32_t next,
-                                 int32_t first_staged, const int64_t *part_rows, hcp_signals read,
-                                 bool in_one_call, cudaStream_t stream, hcp_error *err) {
+static hcp_status read_by_copies(const hcp_sum &of, hcp_column out, const hcp_staged &staged,
+                                 hcp_signals read, bool in_one_call, cudaStream_t stream,
+                                 hcp_error *err) {
+  const hcp_signals &signals = staged.awaited.signals;
   copies queued;
   queued.n = 0;
   queued.in_one_call = in_one_call;
   queued.stream = stream;
   hcp_status status = HCP_OK;
-  for (int64_t i = 0; i < staged.signals.n && status == HCP_OK; ++i) {
-    int64_t number = (next + i) % staged.signals.n, part = first_staged + number;
-    const char *data = (const char *)parts[part * n_columns].data;
-    peer_rows peer = {data, part_rows[part], part, runs, n_runs};
-    hcp_awaited one = staged;
+  for (int64_t i = 0; i < signals.n && status == HCP_OK; ++i) {
+    int64_t number = (staged.next + i) % signals.n, part = staged.first + number;
+    const char *data = (const char *)of.parts[part * of.n_columns].data;
+    peer_rows peer = {data, staged.part_rows[part], part, of.runs, of.n_runs};
+    hcp_awaited one = staged.awaited;
     one.signals.data += number;
     one.signals.n = 1;
     status = copy_peer(peer, i == 0, one, &queued, out, err);
   }
-  return status == HCP_OK ? hcp_cuda_signal_tell(staged.signals, read, 1, stream, err) : status;
+  return status == HCP_OK ? hcp_cuda_signal_tell(signals, read, 1, stream, err) : status;
 }
 
-hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                         hcp_awaited staged, int32_t next, int32_t first_staged,
-                         const int64_t *part_rows, hcp_signals read, uint32_t *progress,
-                         void *stream, hcp_error *err) {
+hcp_status hcp_cuda_read(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
+                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err) {
   int64_t bytes = 0;
-  if (staged.signals.n <= HCP_CUDA_SIGNALS_MAX && rows * out.row_bytes >= RUN_BYTES)
-    bytes = bytes_of_a_copy(parts, n_columns, runs, n_runs, rows, out, first_staged);
+  if (staged->awaited.signals.n <= HCP_CUDA_SIGNALS_MAX && sum->rows * out.row_bytes >= RUN_BYTES)
+    bytes = bytes_of_a_copy(*sum, out, staged->first);
   bool in_one_call = bytes >= RUN_BYTES && takes_many((cudaStream_t)stream);
   if (bytes >= (in_one_call ? RUN_BYTES : LONE_RUN_BYTES))
-    return read_by_copies(parts, n_columns, runs, n_runs, out, staged, next, first_staged,
-                          part_rows, read, in_one_call, (cudaStream_t)stream, err);
-  return hcp_cuda_read_by_blocks(dtype, parts, n_columns, runs, n_runs, rows, out, staged,
-                                 first_staged, part_rows, read, progress, stream, err);
+    return read_by_copies(*sum, out, *staged, read, in_one_call, (cudaStream_t)stream, err);
+  return hcp_cuda_read_by_blocks(sum, out, staged, read, progress, stream, err);
 }

@@ -374,81 +374,72 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
-static hcp_status sum_columns(const summer &by, hcp_dtype dtype, const hcp_column *parts,
-                              int32_t from, int32_t n_columns, const hcp_run *runs, int64_t n_runs,
-                              int64_t rows, hcp_column out, const linked *peers,
-                              cudaStream_t stream, hcp_error *err) {
-  run_launches launches(runs, n_runs, rows, true);
+static hcp_status sum_columns(const summer &by, const hcp_sum &of, int32_t from, hcp_column out,
+                              const linked *peers, void *on, hcp_error *err) {
+  cudaStream_t stream = (cudaStream_t)on;
+  run_launches launches(of.runs, of.n_runs, of.rows, true);
   int more = launches.advance();
   bool whole = more > 0 && launches.is_last() && out.row_bytes > 0 &&
-               (n_columns - from) * launches.parts <= HCP_CUDA_PARTS_MAX &&
-               n_columns - from <= HCP_CUDA_COLUMNS_MAX;
+               (of.n_columns - from) * launches.parts <= HCP_CUDA_PARTS_MAX &&
+               of.n_columns - from <= HCP_CUDA_COLUMNS_MAX;
   hcp_status status = wait_before(peers, whole, stream, err);
   for (; more > 0 && status == HCP_OK; more = launches.advance()) {
     int32_t at_once = HCP_CUDA_PARTS_MAX / (launches.parts > 0 ? launches.parts : 1);
     if (at_once > HCP_CUDA_COLUMNS_MAX) at_once = HCP_CUDA_COLUMNS_MAX;
     int64_t offset = 0;
-    for (int32_t first = from; first < n_columns && status == HCP_OK; first += at_once) {
+    for (int32_t first = from; first < of.n_columns && status == HCP_OK; first += at_once) {
       summed_columns columns;
       int64_t row_bytes[HCP_CUDA_COLUMNS_MAX];
-      columns.n = n_columns - first < at_once ? n_columns - first : at_once;
+      columns.n = of.n_columns - first < at_once ? of.n_columns - first : at_once;
       columns.out_stride = out.row_stride_bytes;
       for (int32_t c = 0; c < columns.n; ++c) {
-        row_bytes[c] = parts[first + c].row_bytes;
+        row_bytes[c] = of.parts[first + c].row_bytes;
         columns.out[c] = (char *)out.data + offset;
         offset += row_bytes[c] / by.element_bytes * by.out_element_bytes;
       }
       for (int32_t p = 0; p < launches.parts; ++p)
         for (int32_t c = 0; c < columns.n; ++c) {
-          const hcp_column &part = parts[(int64_t)launches.part_of[p] * n_columns + first + c];
+          const hcp_column &part =
+              of.parts[(int64_t)launches.part_of[p] * of.n_columns + first + c];
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      status = launch(by, dtype, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
+      status =
+          launch(by, of.dtype, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
     }
   }
   if (status == HCP_OK && more < 0) status = row_too_long(launches, err);
   return status == HCP_OK ? tell_after(peers, whole, stream, err) : status;
 }
 
-hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
-                                int32_t n_columns, const hcp_run *runs, int64_t n_runs,
-                                int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
-  hcp_cast none = {dtype, dtype};
-  return sum_columns(summer_of(none), dtype, parts, from, n_columns, runs, n_runs, rows, out, NULL,
-                     stream, err);
+hcp_status hcp_cuda_reduce_from(const hcp_sum *sum, int32_t from, hcp_column out, void *stream,
+                                hcp_error *err) {
+  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, from, out, NULL, stream, err);
 }
 
-hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
-                           int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                           hcp_column out, void *stream, hcp_error *err) {
-  hcp_cast none = {dtype, dtype};
-  return sum_columns(summer_of(cast != NULL ? *cast : none), dtype, parts, 0, n_columns, runs,
-                     n_runs, rows, out, NULL, (cudaStream_t)stream, err);
+hcp_status hcp_cuda_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out, void *stream,
+                           hcp_error *err) {
+  hcp_cast none = {sum->dtype, sum->dtype};
+  return sum_columns(summer_of(cast != NULL ? *cast : none), *sum, 0, out, NULL, stream, err);
 }
 
-hcp_status hcp_cuda_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
-                              int64_t n_runs, hcp_column total, void *stream, hcp_error *err) {
-  int64_t rows = n_runs > 0 ? runs[n_runs - 1].row + runs[n_runs - 1].rows : 0;
-  return sum_columns(adder_of(dtype), dtype, parts, 0, 1, runs, n_runs, rows, total, NULL,
-                     (cudaStream_t)stream, err);
+hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream, hcp_error *err) {
+  hcp_sum named = *sum;
+  named.rows = 0; /* up to the last one that a run names */
+  if (sum->n_runs > 0)
+    named.rows = sum->runs[sum->n_runs - 1].row + sum->runs[sum->n_runs - 1].rows;
+  return sum_columns(adder_of(sum->dtype), named, 0, total, NULL, stream, err);
 }
 
-hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
-                          hcp_error *err) {
+hcp_status hcp_cuda_stage(const hcp_sum *sum, hcp_column out, hcp_awaited free, hcp_signals staged,
+                          uint32_t *progress, void *stream, hcp_error *err) {
   linked peers = {free, staged, progress, true, 0, NULL};
-  return sum_columns(summer_of({dtype, dtype}), dtype, parts, 0, n_columns, runs, n_runs, rows, out,
-                     &peers, (cudaStream_t)stream, err);
+  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
 }
 
-hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
-                                   hcp_column out, hcp_awaited staged, int32_t first_staged,
-                                   const int64_t *part_rows, hcp_signals read, uint32_t *progress,
-                                   void *stream, hcp_error *err) {
-  linked peers = {staged, read, progress, false, first_staged, part_rows};
-  return sum_columns(summer_of({dtype, dtype}), dtype, parts, 0, n_columns, runs, n_runs, rows, out,
-                     &peers, (cudaStream_t)stream, err);
+hcp_status hcp_cuda_read_by_blocks(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
+                                   hcp_signals read, uint32_t *progress, void *stream,
+                                   hcp_error *err) {
+  linked peers = {staged->awaited, read, progress, false, staged->first, staged->part_rows};
+  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
 }

@@ -326,15 +326,14 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
 }
 
 template <class T>
-static hcp_status turn_column(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                              int64_t n_runs, int64_t rows, const hcp_rotation *rotation,
+static hcp_status turn_column(const hcp_sum &of, int32_t c, const hcp_rotation *rotation,
                               hcp_column out, cudaStream_t stream, hcp_error *err) {
-  run_launches launches(runs, n_runs, rows, true);
+  run_launches launches(of.runs, of.n_runs, of.rows, true);
   int more;
   while ((more = launches.advance()) > 0) {
     turned_rows turned = {};
     for (int32_t p = 0; p < launches.parts; ++p) {
-      const hcp_column &part = parts[(int64_t)launches.part_of[p] * n_columns];
+      const hcp_column &part = of.parts[(int64_t)launches.part_of[p] * of.n_columns + c];
       turned.part[p] = (const char *)part.data;
       turned.part_stride[p] = part.row_stride_bytes;
     }
@@ -349,20 +348,17 @@ static hcp_status turn_column(const hcp_column *parts, int32_t n_columns, const 
   return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
-hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
-                                   const hcp_rotation *rotation, int32_t rotated, hcp_column out,
-                                   void *stream, hcp_error *err) {
+hcp_status hcp_cuda_reduce_rotated(const hcp_sum *sum, const hcp_rotation *rotation,
+                                   int32_t rotated, hcp_column out, void *stream, hcp_error *err) {
   hcp_status status = HCP_OK;
   for (int32_t c = 0; status == HCP_OK && c < rotated; ++c) {
     hcp_column own = out;
-    own.row_bytes = parts[c].row_bytes;
+    own.row_bytes = sum->parts[c].row_bytes;
     if (own.row_bytes > 0)
-      HCP_CUDA_DISPATCH(dtype, status = turn_column<T>(parts + c, n_columns, runs, n_runs, rows,
-                                                       rotation, own, (cudaStream_t)stream, err))
-    out.data = (char *)out.data + parts[c].row_bytes;
+      HCP_CUDA_DISPATCH(sum->dtype,
+                        status = turn_column<T>(*sum, c, rotation, own, (cudaStream_t)stream, err))
+    out.data = (char *)out.data + sum->parts[c].row_bytes;
   }
-  if (status != HCP_OK || rotated == n_columns) return status;
-  return hcp_cuda_reduce_from(dtype, parts, rotated, n_columns, runs, n_runs, rows, out,
-                              (cudaStream_t)stream, err);
+  if (status != HCP_OK || rotated == sum->n_columns) return status;
+  return hcp_cuda_reduce_from(sum, rotated, out, stream, err);
 }

@@ -112,8 +112,7 @@ static inline hcp_status row_too_long(const run_launches &launches, hcp_error *e
 
 /* The columns of a reduce from number `from` on; out starts with the first of
  * them. */
-hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
-                                int32_t n_columns, const hcp_run *runs, int64_t n_runs,
-                                int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err);
+hcp_status hcp_cuda_reduce_from(const hcp_sum *sum, int32_t from, hcp_column out, void *stream,
+                                hcp_error *err);
 
 #endif

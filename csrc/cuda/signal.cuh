@@ -142,10 +142,8 @@ hcp_status hcp_cuda_signal_tell(hcp_signals counted, hcp_signals signals, int32_
                                 cudaStream_t stream, hcp_error *err);
 
 /* hcp_cuda_read by a kernel. */
-hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
-                                   hcp_column out, hcp_awaited staged, int32_t first_staged,
-                                   const int64_t *part_rows, hcp_signals read, uint32_t *progress,
-                                   void *stream, hcp_error *err);
+hcp_status hcp_cuda_read_by_blocks(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
+                                   hcp_signals read, uint32_t *progress, void *stream,
+                                   hcp_error *err);
 
 #endif

@@ -231,13 +231,13 @@ void sum_on(Tensor total, bool begun, Tensors parts, Tensor runs) {
   expect_total(total, summands.dtype, parts[0], parts[0].size(1), parts[0].size(2));
   Runs records = runs_of(runs, summands.rows, total.size(0));
   hcp_column out = output_of("total", flat("total", 0, total));
+  hcp_sum sum = sum_of(summands, records, total.size(0));
   if (begun) {
-    Device(total).reduce_on(summands.dtype, summands.columns.data(), records.data, records.n, out);
+    Device(total).reduce_on(&sum, out);
     return;
   }
   hcp_cast cast = {summands.dtype, dtype_of("total", total)};
-  Device(total).reduce(summands.dtype, cast.to == cast.from ? nullptr : &cast,
-                       summands.columns.data(), 1, records.data, records.n, total.size(0), out);
+  Device(total).reduce(&sum, cast.to == cast.from ? nullptr : &cast, out);
 }
 
 template <class Device>

@@ -101,8 +101,8 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
   Tensors outs;
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(fresh(grad, {rows, widths[outs.size()]}, cast));
-    Device(grad).reduce(dtype, borrowed(cast), &column, 1, records.data, records.n, rows,
-                        output_of("grad_source", outs.back()));
+    hcp_sum sum = {dtype, &column, 1, records.data, records.n, rows};
+    Device(grad).reduce(&sum, borrowed(cast), output_of("grad_source", outs.back()));
   }
   return outs;
 }
@@ -124,12 +124,16 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows, Dtype to) {
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
   Runs records = borrowed(runs);
   Tensor out = fresh(grads[0], {rows, width_of(grads)}, cast);
-  Device(grads[0]).reduce(dtype, borrowed(cast), columns.data(), count(columns), records.data,
-                          records.n, rows, output_of("grad_source", out));
+  hcp_sum sum = {dtype, columns.data(), count(columns), records.data, records.n, rows};
+  Device(grads[0]).reduce(&sum, borrowed(cast), output_of("grad_source", out));
   return out;
 }
 
 // ---- Sums ------------------------------------------------------------------
+
+inline hcp_sum sum_of(const Summands &summands, const Runs &runs, int64_t rows) {
+  return {summands.dtype, summands.columns.data(), summands.n_columns, runs.data, runs.n, rows};
+}
 
 // A given result must look like the one that would have been made.
 inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) {
@@ -142,10 +146,14 @@ inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) 
 struct Reduction {
   Summands summands;
   Runs runs;
+  int64_t rows;
   hcp_column out;
+
+  hcp_sum sum() const { return sum_of(summands, runs, rows); }
 };
 inline Reduction reduction_of(const Summands &summands, const Tensor &runs, const Tensor &out) {
-  return {summands, runs_of(runs, summands.rows, out.size(0)), output_of("out", out)};
+  int64_t rows = out.size(0);
+  return {summands, runs_of(runs, summands.rows, rows), rows, output_of("out", out)};
 }
 
 template <class Device>
@@ -154,9 +162,8 @@ Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Dtype d
   std::optional<hcp_cast> cast = cast_of("parts[0]", parts[0], dtype);
   expect_at_least("rows", rows, 0);
   Tensor out = fresh(parts[0], {rows, summands.width}, cast);
-  Reduction sum = reduction_of(summands, runs, out);
-  Device(parts[0]).reduce(summands.dtype, borrowed(cast), summands.columns.data(),
-                          summands.n_columns, sum.runs.data, sum.runs.n, rows, sum.out);
+  hcp_sum sum = sum_of(summands, runs_of(runs, summands.rows, rows), rows);
+  Device(parts[0]).reduce(&sum, borrowed(cast), output_of("out", out));
   return out;
 }
 
@@ -193,9 +200,9 @@ Tensor reduce_rotated(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
       refuse(element("parts", c), " has ", parts[c].size(1),
              " columns, expected a multiple of head_dim = ", head_dim);
   Tensor out = fresh(parts[0], {rows, summands.width});
-  Device(parts[0]).reduce_rotated(summands.dtype, summands.columns.data(), summands.n_columns,
-                                  records.data, records.n, rows, &rotation,
-                                  static_cast<int32_t>(rotated), output_of("out", out));
+  hcp_sum sum = sum_of(summands, records, rows);
+  Device(parts[0]).reduce_rotated(&sum, &rotation, static_cast<int32_t>(rotated),
+                                  output_of("out", out));
   return out;
 }
 

@@ -71,21 +71,19 @@ struct Cpu {
   KERNEL(rotate)
 #undef KERNEL
 
-  void stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-             int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &free,
-             hcp_signals staged, uint32_t *) const {
+  void stage(const hcp_sum *sum, hcp_column out, const hcp_awaited &free, hcp_signals staged,
+             uint32_t *) const {
     wait_for_all(free, 1);
     count_all(staged);
-    reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
+    reduce(sum, nullptr, out);
     tell(staged, HCP_PIECES);
   }
 
-  void read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-            int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &staged, int32_t,
-            int32_t, const int64_t *, hcp_signals done, uint32_t *) const {
-    wait_for_all(staged, HCP_PIECES);
-    reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
-    count_all(staged.signals);
+  void read(const hcp_sum *sum, hcp_column out, const hcp_staged *staged, hcp_signals done,
+            uint32_t *) const {
+    wait_for_all(staged->awaited, HCP_PIECES);
+    reduce(sum, nullptr, out);
+    count_all(staged->awaited.signals);
     tell(done, 1);
   }
 };

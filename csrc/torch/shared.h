@@ -75,14 +75,12 @@ struct Exchange {
 struct Staging {
   Tensors given;
   Reduction sum;
-  int64_t rows;
   Signals before, after;
   uint32_t *progress;
 
   Staging(const Tensor &out, const Tensors &parts, const Tensor &runs, int64_t columns,
           const Tensor &freed, const Tensor &staged, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
-        rows(out.dim() == 2 ? out.size(0) : 0),
         before(signals_of("free", freed, exchange.counts.n)),
         after(signals_of("staged", staged, exchange.counts.n)) {
     Summands summands = summands_of(given, columns);
@@ -94,9 +92,8 @@ struct Staging {
 
   template <class Device>
   void queue(const Device &device, const Exchange &exchange) const {
-    device.stage(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
-                 sum.runs.data, sum.runs.n, rows, sum.out,
-                 exchange.awaited(before, READ_TAG, given[0]),
+    hcp_sum staged = sum.sum();
+    device.stage(&staged, sum.out, exchange.awaited(before, READ_TAG, given[0]),
                  counted(after, exchange.counts, exchange.tag), progress);
   }
 };
@@ -137,11 +134,11 @@ struct Reading {
 
   template <class Device>
   void queue(const Device &device, const Exchange &exchange) const {
-    device.read(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
-                sum.runs.data, sum.runs.n, out.size(0), sum.out,
-                exchange.awaited(before, exchange.tag, given[0]), static_cast<int32_t>(next),
-                static_cast<int32_t>(own), sum.summands.rows.data(),
-                counted(after, exchange.counts, READ_TAG), progress);
+    hcp_sum read = sum.sum();
+    hcp_staged staged = {exchange.awaited(before, exchange.tag, given[0]),
+                         static_cast<int32_t>(next), static_cast<int32_t>(own),
+                         sum.summands.rows.data()};
+    device.read(&read, sum.out, &staged, counted(after, exchange.counts, READ_TAG), progress);
   }
 };
 

@@ -147,7 +147,8 @@ static void test_reduce(void) {
   hcp_column parts[] = {{a, 8, 8}, {b, 8, 8}};
   hcp_run runs[] = {{1, 1, 0, 1}, {1, 1, 1, 0}, {2, 1, 1, 0}};
   for (int i = 0; i < 8; ++i) out[i] = NAN;
-  hcp_cpu_reduce(HCP_FLOAT32, NULL, parts, 1, runs, COUNT(runs), 4, (hcp_column){out, 8, 8});
+  hcp_cpu_reduce(&(hcp_sum){HCP_FLOAT32, parts, 1, runs, COUNT(runs), 4}, NULL,
+                 (hcp_column){out, 8, 8});
   float expected[] = {0, 0, 13, 24, 10, 20, 0, 0};
   for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
 }
@@ -157,7 +158,8 @@ static void test_reduce_columns_into_strided_rows(void) {
   hcp_column parts[] = {{a, 8, 8}, {b, 16, 16}, {a, 8, 8}, {b, 16, 16}};
   hcp_run runs[] = {{0, 2, 0, 0}, {0, 2, 1, 0}};
   for (int i = 0; i < 8; ++i) out[i] = -7;
-  hcp_cpu_reduce(HCP_FLOAT64, NULL, parts, 2, runs, COUNT(runs), 2, (hcp_column){out, 32, 24});
+  hcp_cpu_reduce(&(hcp_sum){HCP_FLOAT64, parts, 2, runs, COUNT(runs), 2}, NULL,
+                 (hcp_column){out, 32, 24});
   double expected[] = {2, 6, 8, -7, 4, 10, 12, -7};
   for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
 }
@@ -167,7 +169,7 @@ static uint16_t through(hcp_dtype dtype, uint16_t value) {
   uint16_t zero = value & 0x8000u, out = 0x1234;
   hcp_column parts[] = {{&value, 2, 2}, {&zero, 2, 2}};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
-  hcp_cpu_reduce(dtype, NULL, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(&(hcp_sum){dtype, parts, 1, runs, COUNT(runs), 1}, NULL, (hcp_column){&out, 2, 2});
   return out;
 }
 
@@ -192,7 +194,7 @@ static uint16_t sum_16(hcp_dtype dtype, uint16_t a, uint16_t b) {
   uint16_t out = 0x1234;
   hcp_column parts[] = {{&a, 2, 2}, {&b, 2, 2}};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
-  hcp_cpu_reduce(dtype, NULL, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(&(hcp_sum){dtype, parts, 1, runs, COUNT(runs), 1}, NULL, (hcp_column){&out, 2, 2});
   return out;
 }
 
@@ -211,7 +213,8 @@ static void test_a_sum_is_rounded_once(void) {
   uint16_t values[] = {0x4380, 0x3f80, 0x3f80}, out; /* 256 + 1 + 1, where 257 is no bfloat16 */
   hcp_column part = {values, 2, 2};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 0, 1}, {0, 1, 0, 2}};
-  hcp_cpu_reduce(HCP_BFLOAT16, NULL, &part, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(&(hcp_sum){HCP_BFLOAT16, &part, 1, runs, COUNT(runs), 1}, NULL,
+                 (hcp_column){&out, 2, 2});
   CHECK_INT(out, 0x4381);
 }
 
@@ -259,7 +262,7 @@ static void test_casts_of_nothing(void) {
   hcp_cpu_pack(&cast, &nothing, 1, &zeros, 1, nothing);
   hcp_cpu_pack(&cast, &no_rows, 1, &empty, 1, no_wide_rows);
   hcp_cpu_unpack(&cast, no_rows, &empty, 1, &no_wide_rows, 1);
-  hcp_cpu_reduce(cast.from, &cast, &no_rows, 1, NULL, 0, 0, no_wide_rows);
+  hcp_cpu_reduce(&(hcp_sum){cast.from, &no_rows, 1, NULL, 0, 0}, &cast, no_wide_rows);
 }
 
 /* A value of 16 bits as float64, and from there to 16 bits of a dtype. */
@@ -307,12 +310,12 @@ static void test_a_cast_sum_is_rounded_once(void) {
   double wide[2] = {NAN, NAN};
   hcp_column part = {values, 2, 2}, float_part = {floats, 4, 4};
   hcp_run runs[] = {{1, 1, 0, 0}, {1, 1, 0, 1}, {1, 1, 0, 2}};
-  hcp_cpu_reduce(HCP_BFLOAT16, &(hcp_cast){HCP_BFLOAT16, HCP_FLOAT32}, &part, 1, runs, COUNT(runs),
-                 2, (hcp_column){out, 4, 4});
+  hcp_cpu_reduce(&(hcp_sum){HCP_BFLOAT16, &part, 1, runs, COUNT(runs), 2},
+                 &(hcp_cast){HCP_BFLOAT16, HCP_FLOAT32}, (hcp_column){out, 4, 4});
   CHECK_NEAR(out[0], 0, 0);
   CHECK_NEAR(out[1], 258, 0);
-  hcp_cpu_reduce(HCP_FLOAT32, &(hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, &float_part, 1, runs,
-                 COUNT(runs), 2, (hcp_column){wide, 8, 8});
+  hcp_cpu_reduce(&(hcp_sum){HCP_FLOAT32, &float_part, 1, runs, COUNT(runs), 2},
+                 &(hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, (hcp_column){wide, 8, 8});
   CHECK_NEAR(wide[1], 0x1p-30, 0);
 }
 
@@ -462,8 +465,8 @@ static void expect_turned_sum(int interleaved, int inverse) {
   }
   hcp_rotation turn = rotation(interleaved, inverse);
   hcp_run runs[] = {{0, 2, 0, 1}, {0, 2, 1, 0}};
-  hcp_cpu_reduce_rotated(HCP_FLOAT64, columns, 2, runs, COUNT(runs), TURNED_ROWS, &turn, 1,
-                         (hcp_column){out, 2 * bytes, 2 * bytes});
+  hcp_sum sum = {HCP_FLOAT64, columns, 2, runs, COUNT(runs), TURNED_ROWS};
+  hcp_cpu_reduce_rotated(&sum, &turn, 1, (hcp_column){out, 2 * bytes, 2 * bytes});
   for (int r = 0; r < TURNED_ROWS; ++r)
     for (int i = 0; i < HEAD_DIM; ++i) {
       int named = r < 2;

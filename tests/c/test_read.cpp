@@ -146,10 +146,8 @@ static hcp_status hcp_cuda_signal_tell(hcp_signals counted, hcp_signals read, in
   return hcp_cuda_status(call(), "tell", err);
 }
 
-static hcp_status hcp_cuda_read_by_blocks(hcp_dtype, const hcp_column *, int32_t, const hcp_run *,
-                                          int64_t, int64_t, hcp_column, hcp_awaited, int32_t,
-                                          const int64_t *, hcp_signals, uint32_t *, void *,
-                                          hcp_error *) {
+static hcp_status hcp_cuda_read_by_blocks(const hcp_sum *, hcp_column, const hcp_staged *,
+                                          hcp_signals, uint32_t *, void *, hcp_error *) {
   ++now.by_blocks;
   return HCP_OK;
 }
@@ -215,12 +213,12 @@ static hcp_status read(int64_t stream) {
     parts.push_back({data, now.row_bytes, now.row_bytes / 4});
     parts.push_back({data + now.row_bytes / 4, now.row_bytes, now.row_bytes - now.row_bytes / 4});
   }
-  hcp_awaited staged = {{signals, now.peers, NULL, 5}, 0, NULL};
+  hcp_sum sum = {HCP_FLOAT32, parts.data(), 2, now.runs.data(), (int64_t)now.runs.size(), now.rows};
+  hcp_awaited awaited = {{signals, now.peers, NULL, 5}, 0, NULL};
+  hcp_staged staged = {awaited, now.next, now.first_staged, now.part_rows.data()};
   hcp_error err = {};
-  return hcp_cuda_read(HCP_FLOAT32, parts.data(), 2, now.runs.data(), (int64_t)now.runs.size(),
-                       now.rows, {(void *)RESULT, now.row_bytes, now.row_bytes}, staged, now.next,
-                       now.first_staged, now.part_rows.data(), {NULL, 7, NULL, 0}, NULL,
-                       (void *)stream, &err);
+  return hcp_cuda_read(&sum, {(void *)RESULT, now.row_bytes, now.row_bytes}, &staged,
+                       {NULL, 7, NULL, 0}, NULL, (void *)stream, &err);
 }
 
 static hcp_status read_drawn(void) {

@@ -78,6 +78,17 @@ typedef struct hcp_merge {
   const void *total, *total_lse;
 } hcp_merge;
 
+/* What is summed: parts of n_columns tensors, parts[p * n_columns + c] is column c of part p. A
+ * record of runs names rows of a part. rows are those of the result. */
+typedef struct hcp_sum {
+  hcp_dtype dtype; /* of the parts */
+  const hcp_column *parts;
+  int32_t n_columns;
+  const hcp_run *runs;
+  int64_t n_runs;
+  int64_t rows;
+} hcp_sum;
+
 /* Rotary embedding (RoPE). Of each head's head_dim elements the first 2 * pairs are
  * turned in pairs: elements (p, p + pairs), or (2 p, 2 p + 1) where interleaved. The rest
  * pass unchanged. cos and sin have a row for each row of the result and a number for each
@@ -136,29 +147,24 @@ void hcp_cpu_merge(const hcp_merge *merge, void *out, void *lse);
  * merge->total. Rows that no run names stay as they are. */
 void hcp_cpu_merge_on(const hcp_merge *merge, void *total, void *lse);
 
-/* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
- * tensors: parts[p * n_columns + c] is column c of part p, and the columns
+/* Sum partial rows once, in float32 (float64 for FLOAT64). The columns
  * stand side by side in out. Records of a run are summed in their order; a run of
  * one record is copied. Rows that no run names become 0.
  *
- * The parts are of dtype. cast is NULL where out is, too. Otherwise cast->from is
- * dtype and cast->to is that of out: elements are summed in the dtype in which a cast
+ * cast is NULL where out is of the parts' dtype. Otherwise cast->from is
+ * that dtype and cast->to is that of out: elements are summed in the dtype in which a cast
  * passes them on, then rounded once, and a run of one record is cast. */
-void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
-                    int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                    hcp_column out);
+void hcp_cpu_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out);
 
 /* Add parts of one column to a total of float32 (float64 for FLOAT64), record by record. Rows that
- * no run names stay as they are. */
-void hcp_cpu_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
-                       int64_t n_runs, hcp_column total);
+ * no run names stay as they are, and sum->rows is not read. */
+void hcp_cpu_reduce_on(const hcp_sum *sum, hcp_column total);
 
 /* As hcp_cpu_reduce without a cast, and the first `rotated` columns, of whole heads each, are
  * turned before they are rounded: a gradient of rotated rows is summed and turned back in one pass.
  */
-void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                            const hcp_run *runs, int64_t n_runs, int64_t rows,
-                            const hcp_rotation *rotation, int32_t rotated, hcp_column out);
+void hcp_cpu_reduce_rotated(const hcp_sum *sum, const hcp_rotation *rotation, int32_t rotated,
+                            hcp_column out);
 
 /* Turn rows of heads, in float32 (float64 for FLOAT64), and copy them to wherever
  * they are sent from: row `row` of out goes to row part_row of wire, too, for every
@@ -201,17 +207,13 @@ hcp_status hcp_cuda_merge(const hcp_merge *merge, void *out, void *lse, void *st
 hcp_status hcp_cuda_merge_on(const hcp_merge *merge, void *total, void *lse, void *stream,
                              hcp_error *err);
 
-hcp_status hcp_cuda_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
-                              int64_t n_runs, hcp_column total, void *stream, hcp_error *err);
+hcp_status hcp_cuda_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out, void *stream,
+                           hcp_error *err);
 
-hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
-                           int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                           hcp_column out, void *stream, hcp_error *err);
+hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream, hcp_error *err);
 
-hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
-                                   const hcp_rotation *rotation, int32_t rotated, hcp_column out,
-                                   void *stream, hcp_error *err);
+hcp_status hcp_cuda_reduce_rotated(const hcp_sum *sum, const hcp_rotation *rotation,
+                                   int32_t rotated, hcp_column out, void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
@@ -263,6 +265,15 @@ typedef struct hcp_awaited {
   hcp_signal_failure *failure;
 } hcp_awaited;
 
+/* Parts that peers stage: signal i of awaited is of part first + i, which has
+ * part_rows[first + i] rows. */
+typedef struct hcp_staged {
+  hcp_awaited awaited;
+  int32_t next; /* signal whose peer's rows are copied first */
+  int32_t first;
+  const int64_t *part_rows;
+} hcp_staged;
+
 /* Count one more by each signal, and write its first words, visible to all devices after
  * whatever the stream did before. */
 hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream, hcp_error *err);
@@ -274,21 +285,15 @@ hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream,
 /* Reduce as hcp_cuda_reduce does without a cast, into memory that peers read. Waits for
  * the first word of `free` before it writes, then counts by `staged`, and sets all words of
  * it, piece by piece. */
-hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
-                          hcp_error *err);
+hcp_status hcp_cuda_stage(const hcp_sum *sum, hcp_column out, hcp_awaited free, hcp_signals staged,
+                          uint32_t *progress, void *stream, hcp_error *err);
 
-/* Reduce as hcp_cuda_reduce does without a cast, with parts that peers stage: signal i of
- * `staged` is of part first_staged + i, which has part_rows[first_staged + i] rows. Then
- * count by `staged`, and set the first word of `read`. Waits for no piece after those that it
- * reads. Long runs are copied, from signal `next`'s peer on; the rest is read in few blocks: as
+/* Reduce as hcp_cuda_reduce does without a cast, with parts that peers stage. Then
+ * count by what was awaited, and set the first word of `read`. Waits for no piece after those that
+ * it reads. Long runs are copied; the rest is read in few blocks: as
  * many as keep a link busy, which read from all peers at any time. */
-hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                         hcp_awaited staged, int32_t next, int32_t first_staged,
-                         const int64_t *part_rows, hcp_signals read, uint32_t *progress,
-                         void *stream, hcp_error *err);
+hcp_status hcp_cuda_read(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
+                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err);
 
 /* Words by which a thread of the host and the device tell each other of exchanges that
  * others carry, in host memory that the device reaches. */
