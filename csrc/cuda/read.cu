@@ -164,14 +164,14 @@ static hcp_status copy_peer(const peer_rows &peer, bool by_steps, hcp_awaited st
 static hcp_status read_by_copies(const hcp_sum &of, hcp_column out, const hcp_staged &staged,
                                  hcp_signals read, bool in_one_call, cudaStream_t stream,
                                  hcp_error *err) {
-  const hcp_signals &signals = staged.awaited.signals;
+  const hcp_signals &owners = staged.awaited.signals;
   copies queued;
   queued.n = 0;
   queued.in_one_call = in_one_call;
   queued.stream = stream;
   hcp_status status = HCP_OK;
-  for (int64_t i = 0; i < signals.n && status == HCP_OK; ++i) {
-    int64_t number = (staged.next + i) % signals.n, part = staged.first + number;
+  for (int64_t i = 0; i < owners.n && status == HCP_OK; ++i) {
+    int64_t number = (staged.next + i) % owners.n, part = staged.first + number;
     const char *data = (const char *)of.parts[part * of.n_columns].data;
     peer_rows peer = {data, staged.part_rows[part], part, of.runs, of.n_runs};
     hcp_awaited one = staged.awaited;
@@ -179,7 +179,7 @@ static hcp_status read_by_copies(const hcp_sum &of, hcp_column out, const hcp_st
     one.signals.n = 1;
     status = copy_peer(peer, i == 0, one, &queued, out, err);
   }
-  return status == HCP_OK ? hcp_cuda_signal_tell(signals, read, 1, stream, err) : status;
+  return status == HCP_OK ? hcp_cuda_signal_tell(owners, read, 1, stream, err) : status;
 }
 
 hcp_status hcp_cuda_read(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
