@@ -137,7 +137,12 @@ def replay(plan: Plan, machine: Machine) -> Replay:
     Raises ValueError for a micro-batch that needs more bytes on a rank than ``machine.memory``
     allows, before anything is replayed, and for a pipeline, which needs :attr:`Plan.makespan`.
     """
-    once = machine.once
-    given = machine.seconds, machine.overlap, machine.ranks_per_node, once, machine.memory.numbers()
-    busy, exposed, starved, ends = _core.replay_plan(plan.core, *given)
+    busy, exposed, starved, ends = _core.replay_plan(
+        plan.core,
+        machine.seconds,
+        machine.overlap,
+        machine.ranks_per_node,
+        machine.once,
+        machine.memory.numbers(),
+    )
     return Replay(max(ends), tuple(busy), tuple(exposed), tuple(starved))
