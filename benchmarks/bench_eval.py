@@ -10,7 +10,7 @@ GPUs, and the default sizes.
 All layouts do equal work: hcp.EvalPlan.finish() checks that each sample was evaluated exactly once,
 and the means must agree to --tolerance, or the run ends without a figure. Layouts take turns. Times
 are those of the slowest rank with the switch, medians of --rounds. "switch" is an empty context, in
-and out. "predicted" is hcp.choose_eval_context_parallel with the time of a stage's layers in each
+and out. "predicted" is choose_eval_context_parallel with the time of a stage's layers in each
 layout, measured here on all ranks at once: it adds up micro-batches, fillers and bubbles.
 
 The prediction assumes a processor for each rank. With more ranks than cores, a rank that waits
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 import hcp
+from hcp.tools.choose import EvalChoice, choose_eval_context_parallel
 
 # T tokens on this rank, W width, H heads
 
@@ -216,13 +217,13 @@ def measure(
 
 def predict(
     args: argparse.Namespace, times: dict[int, Times], ranks: int, pp: int, device: str
-) -> hcp.EvalChoice:
-    """Return the choice of hcp.choose_eval_context_parallel, by rank 0's times on all ranks."""
+) -> EvalChoice:
+    """Return the choice of choose_eval_context_parallel, by rank 0's times on all ranks."""
     stage = torch.tensor([statistics.median(t.sample) for t in times.values()], device=device)
     dist.broadcast(stage, 0)
     seconds = dict(zip(times, (stage * pp).tolist(), strict=True))
     cost = hcp.CostModel.from_function(lambda _, degree: seconds[degree])
-    return hcp.choose_eval_context_parallel(
+    return choose_eval_context_parallel(
         args.samples,
         args.length,
         ranks=ranks,
@@ -296,9 +297,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def report(
-    args: argparse.Namespace, times: dict[int, Times], choice: hcp.EvalChoice, pp: int
-) -> None:
+def report(args: argparse.Namespace, times: dict[int, Times], choice: EvalChoice, pp: int) -> None:
     predicts = args.device == "cuda" or dist.get_world_size() <= (os.cpu_count() or 1)
     print(
         f"\n{dist.get_world_size()} ranks on {hardware(args.device)}, pp {pp}, {args.samples} "

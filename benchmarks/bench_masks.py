@@ -17,7 +17,7 @@ Columns, medians and the worst over --packs draws:
   pieces     most runs of tokens on a rank
   ms         milliseconds to plan with masks, cuts included
 
-With --plans: makespan over hcp.lower_bound by the pairs of the masks, for plans by pairs and for
+With --plans: makespan over lower_bound by the pairs of the masks, for plans by pairs and for
 plans that price every sequence as causal.
 """
 
@@ -35,8 +35,11 @@ from common.machine import planner_line
 
 import hcp
 from hcp import Mask
+from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Schedule, schedule_words
 from hcp.planning.mask import CAUSAL, Slice
+from hcp.planning.plan import lower_bound
+from hcp.tools.check import check_plan
 
 SHORT = {
     (1, 256): 766,
@@ -150,7 +153,7 @@ MASKS: dict[str, Callable[[Draw], Mask]] = {
 
 
 def spans_of(plan: hcp.Plan, rank: int) -> list[tuple[int, int]]:
-    return [(start, start + rows) for _, start, rows in hcp.Layout(plan, 0, rank).spans]
+    return [(start, start + rows) for _, start, rows in Layout(plan, 0, rank).spans]
 
 
 def busiest(mask: Mask, shares: list[list[tuple[int, int]]]) -> float:
@@ -246,8 +249,8 @@ def planned(ranks: int, sync: str, arguments: argparse.Namespace) -> dict[str, o
         }
         pairs = [mask.pairs for mask in masks]
         plan = hcp.plan(lengths, pairs=pairs, **request)
-        hcp.check_plan(plan, lengths)
-        bound = hcp.lower_bound(lengths, pairs=pairs, **request)
+        check_plan(plan, lengths)
+        bound = lower_bound(lengths, pairs=pairs, **request)
         by_pairs.append(plan.makespan / bound)
         groups = hcp.plan(lengths, **request).to_dict()
         as_causal.append(hcp.Plan.from_dict({**groups, "pairs": pairs}).makespan / bound)

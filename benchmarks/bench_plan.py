@@ -5,7 +5,7 @@
     python benchmarks/bench_plan.py --growth growth.png      time over K and over N
 
 Columns:
-  p50, p95, max   makespan / hcp.lower_bound under equal limits and cost, over the seeds; the bound
+  p50, p95, max   makespan / lower_bound under equal limits and cost, over the seeds; the bound
                   also holds for the peers
   ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of --rounds, tables included
   ms tables       the same of hcp.dispatch on one rank, of eight sequences that it loaded: what all
@@ -18,7 +18,7 @@ Columns:
   peers           median ratio; "worse": seeds on which the best of them beats hcp. Peers ignore
                   speeds and pipelines, but are judged by them
 
-Every plan passes hcp.check_plan first. Peers are re-implemented in benchmarks/peers/planners.py.
+Every plan passes check_plan first. Peers are re-implemented in benchmarks/peers/planners.py.
 They were made for other costs, and slow ones run only where they end in time. Makespans are by the
 cost model: nothing but planning was timed.
 """
@@ -46,6 +46,7 @@ import hcp
 from hcp.exchange.agreement import label, unlabel
 from hcp.exchange.gather import Gathered, block_of, block_size, read_blocks
 from hcp.programs.draw import pyplot, write_figure
+from hcp.tools.check import check_plan
 
 TOKEN_SECONDS = 1.05e-4
 """Seconds of the default cost's `token`: 6 * 7e9 operations at 400 TFLOP/s."""
@@ -214,7 +215,7 @@ class Row:
         except ValueError:
             self.refused += 1
             return
-        hcp.check_plan(plan, lengths)
+        check_plan(plan, lengths)
         self.ratios.append(plan.makespan / plan.bound)
         self.times.append(took)
         if with_tables:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import hcp
 from hcp import Mask
+from hcp.planning.plan import Group
 
 TIMEOUT = timedelta(seconds=60)
 FIELDS = ("query", "key", "value", "grad")
@@ -118,7 +119,7 @@ class Contestant:
         return [torch.cat([parts[s][i] for s in sorted(parts)]) for i in range(3)]
 
     @staticmethod
-    def _loaded(groups: tuple[hcp.Group, ...]) -> list[int]:
+    def _loaded(groups: tuple[Group, ...]) -> list[int]:
         return sorted(s for group in groups for s in group.sequences)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +195,16 @@ def directive(name: str, *lines: str) -> str:
 # ---- Pages of names ------------------------------------------------------------------------------
 
 
-def documented() -> Iterator[str]:
-    """The public names that have a docstring: all but constants."""
-    return (name for name in hcp.__all__ if callable(getattr(hcp, name)))
+def documented() -> list[str]:
+    """The public names that have a docstring, with their modules: all but constants."""
+    page = (HERE / "reference/api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `(hcp\.[\w.]+)", page, re.MULTILINE)
+    return [name for name in names if callable(value_of(name))]
+
+
+def value_of(name: str) -> Any:
+    module, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(module), own)
 
 
 def write_names(app: Any) -> None:
@@ -206,21 +212,21 @@ def write_names(app: Any) -> None:
     folder = HERE / "reference" / "names"
     folder.mkdir(exist_ok=True)
     for name in documented():
-        path, text = folder / f"hcp.{name}.rst", page_of(name)
+        path, text = folder / f"{name}.rst", page_of(name)
         # Sphinx reads again what is newer.
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
 
 
 def page_of(name: str) -> str:
-    value = getattr(hcp, name)
-    title = [f"hcp.{name}", "=" * len(f"hcp.{name}"), ""]
+    value = value_of(name)
+    title = [name, "=" * len(name), ""]
     if not inspect.isclass(value):
-        return "\n".join((*title, f".. autofunction:: hcp.{name}", ""))
-    methods = [f"   ~hcp.{name}.{each}" for each in methods_of(value)]
+        return "\n".join((*title, f".. autofunction:: {name}", ""))
+    methods = [f"   ~{name}.{each}" for each in methods_of(value)]
     table = [".. autosummary::", "   :nosignatures:", "", *methods, ""] if len(methods) > 3 else []
     foreign = "   :inherited-members: dict, tuple, Exception, Module"
-    shown = [f".. autoclass:: hcp.{name}", "   :members:", foreign]
+    shown = [f".. autoclass:: {name}", "   :members:", foreign]
     return "\n".join((*title, *table, *shown, ""))
 
 
@@ -261,7 +267,10 @@ def full_name(text: str) -> str:
     if first == "hcp":
         return f"hcp.{rest}"
     owner = OWNERS.get(first, first) if dot else first
-    return f"hcp.{owner}{dot}{rest}" if owner[:1].isupper() and owner in hcp.__all__ else ""
+    home = next((name for name in documented() if name.endswith(f".{owner}")), "")
+    return (
+        f"{home}{dot}{rest}" if home and (owner[:1].isupper() or owner not in hcp.__all__) else ""
+    )
 
 
 def linked_already(node: nodes.Node) -> bool:

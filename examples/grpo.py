@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hcp
+from hcp.step.dispatch import gather_masks
 
 VOCABULARY, END = 8, 0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -173,7 +174,7 @@ def planned(samples: Sequence[Sample], groups: Any, args: argparse.Namespace) ->
     rules = {"advantages": "sequence"}
     given = [sample.fields for sample in samples]
     lengths, sources, own = hcp.gather_lengths(given, groups, fields=rules)
-    masks = hcp.gather_masks([sample.mask for sample in samples], groups)
+    masks = gather_masks([sample.mask for sample in samples], groups)
     ranks = groups.size("dp_cp")
     most = most_tokens(ranks, args)
     plan = hcp.plan(lengths, masks=masks, ranks=ranks, max_tokens_per_rank=most)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hcp
+from hcp.attention.rotary import Rotary
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
 LONGEST = 400
@@ -37,7 +38,7 @@ class Block(nn.Module):
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: hcp.Rotary) -> Tensor:
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: Rotary) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(1)
         x = x + self.out(cp.attention(q, k, v, rotary_pos_emb=rotary).flatten(1))
         return x + self.mlp(self.norms[1](x))

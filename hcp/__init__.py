@@ -6,6 +6,7 @@ groups  -> rebind -> evaluate -> restore
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,132 +16,68 @@ from hcp._version import __version__ as __version__
 require_built()
 
 if TYPE_CHECKING:
-    from hcp.attention.comm_types import COMM_TYPES, CommChoice
-    from hcp.attention.rotary import Rotary
+    from hcp.attention.comm_types import COMM_TYPES
     from hcp.errors import HcpError
-    from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
-    from hcp.evaluation.metrics import Metric, Metrics
-    from hcp.evaluation.plan import EvalBatch, EvalPlan
-    from hcp.exchange.layout import Layout, Span
+    from hcp.evaluation.metrics import Metrics
+    from hcp.evaluation.plan import EvalPlan
     from hcp.exchange.loopback import loopback
     from hcp.groups.build import build_process_groups
     from hcp.groups.process_groups import ProcessGroups
     from hcp.megatron_style.core_attention import CoreAttention
-    from hcp.megatron_style.packed import (
-        PackedSeqParams,
-        get_batch_on_this_cp_rank,
-        get_thd_batch_on_this_cp_rank,
-    )
-    from hcp.planning.ahead import PlanAhead, PlanningTime
-    from hcp.planning.check import check_plan
+    from hcp.megatron_style.packed import PackedSeqParams, get_batch_on_this_cp_rank
     from hcp.planning.cost import CostModel
-    from hcp.planning.drawing import Timelines
     from hcp.planning.mask import Mask
     from hcp.planning.memory import MemoryModel
-    from hcp.planning.plan import Group, Plan, lower_bound, plan
-    from hcp.planning.report import Report
-    from hcp.rebinding.derived import register_derived
-    from hcp.rebinding.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+    from hcp.planning.plan import Plan, plan
+    from hcp.rebinding.rebind import audit, eval_cp_context, rebind
     from hcp.rebinding.rules import register_rebind
-    from hcp.step.ahead import Read, planned_steps
+    from hcp.step.ahead import planned_steps
     from hcp.step.backends import get_cp_handler_cls, register_backend
     from hcp.step.config import Config, add_arguments
-    from hcp.step.dispatch import (
-        LocalBatch,
-        Passage,
-        Step,
-        dispatch,
-        gather_lengths,
-        gather_masks,
-    )
+    from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
     from hcp.step.fields import Payload
     from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
-    from hcp.step.memory import fit_memory
-    from hcp.step.stats import StepStats, log_to
 
 __all__ = [
     "COMM_TYPES",
-    "Audit",
-    "CommChoice",
     "Config",
     "ContextParallelHandler",
     "CoreAttention",
     "CostModel",
-    "EvalBatch",
-    "EvalChoice",
     "EvalPlan",
     "GraphHandler",
-    "Group",
     "HcpError",
-    "Layout",
     "LocalBatch",
     "Mask",
     "MemoryModel",
-    "Metric",
     "Metrics",
     "PackedSeqParams",
-    "Passage",
     "Payload",
     "Plan",
-    "PlanAhead",
-    "PlanningTime",
     "ProcessGroups",
-    "Read",
-    "Report",
-    "Rotary",
-    "Span",
     "Step",
-    "StepStats",
-    "Timelines",
     "add_arguments",
     "audit",
     "build_process_groups",
-    "check_plan",
-    "choose_eval_context_parallel",
     "dispatch",
     "eval_cp_context",
-    "find_slots",
-    "fit_memory",
     "gather_lengths",
-    "gather_masks",
     "get_batch_on_this_cp_rank",
     "get_cp_handler_cls",
-    "get_thd_batch_on_this_cp_rank",
-    "log_to",
     "loopback",
-    "lower_bound",
     "plan",
     "planned_steps",
     "rebind",
     "register_backend",
-    "register_derived",
     "register_rebind",
 ]
 
 _HOMES = {
-    "attention.comm_types": (
-        "COMM_TYPES",
-        "CommChoice",
-    ),
-    "attention.rotary": ("Rotary",),
+    "attention.comm_types": ("COMM_TYPES",),
     "errors": ("HcpError",),
-    "evaluation.choose": (
-        "EvalChoice",
-        "choose_eval_context_parallel",
-    ),
-    "evaluation.metrics": (
-        "Metric",
-        "Metrics",
-    ),
-    "evaluation.plan": (
-        "EvalBatch",
-        "EvalPlan",
-    ),
-    "exchange.layout": (
-        "Layout",
-        "Span",
-    ),
+    "evaluation.metrics": ("Metrics",),
+    "evaluation.plan": ("EvalPlan",),
     "exchange.loopback": ("loopback",),
     "groups.build": ("build_process_groups",),
     "groups.process_groups": ("ProcessGroups",),
@@ -148,37 +85,21 @@ _HOMES = {
     "megatron_style.packed": (
         "PackedSeqParams",
         "get_batch_on_this_cp_rank",
-        "get_thd_batch_on_this_cp_rank",
     ),
-    "planning.ahead": (
-        "PlanAhead",
-        "PlanningTime",
-    ),
-    "planning.check": ("check_plan",),
     "planning.cost": ("CostModel",),
-    "planning.drawing": ("Timelines",),
     "planning.memory": ("MemoryModel",),
     "planning.mask": ("Mask",),
     "planning.plan": (
-        "Group",
         "Plan",
-        "lower_bound",
         "plan",
     ),
-    "planning.report": ("Report",),
-    "rebinding.derived": ("register_derived",),
     "rebinding.rebind": (
-        "Audit",
         "audit",
         "eval_cp_context",
-        "find_slots",
         "rebind",
     ),
     "rebinding.rules": ("register_rebind",),
-    "step.ahead": (
-        "Read",
-        "planned_steps",
-    ),
+    "step.ahead": ("planned_steps",),
     "step.backends": (
         "get_cp_handler_cls",
         "register_backend",
@@ -189,40 +110,86 @@ _HOMES = {
     ),
     "step.dispatch": (
         "LocalBatch",
-        "Passage",
         "Step",
         "dispatch",
         "gather_lengths",
-        "gather_masks",
     ),
     "step.fields": ("Payload",),
     "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
-    "step.memory": ("fit_memory",),
-    "step.stats": (
-        "StepStats",
-        "log_to",
-    ),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,
 which takes seconds, and the planner needs none."""
 
+_MOVED = {
+    "attention.comm_types": ("CommChoice",),
+    "attention.rotary": ("Rotary",),
+    "evaluation.metrics": ("Metric",),
+    "evaluation.plan": ("EvalBatch",),
+    "exchange.layout": (
+        "Layout",
+        "Span",
+    ),
+    "megatron_style.packed": ("get_thd_batch_on_this_cp_rank",),
+    "planning.ahead": (
+        "PlanAhead",
+        "PlanningTime",
+    ),
+    "planning.drawing": ("Timelines",),
+    "planning.plan": (
+        "Group",
+        "lower_bound",
+    ),
+    "planning.report": ("Report",),
+    "rebinding.derived": ("register_derived",),
+    "rebinding.rebind": (
+        "Audit",
+        "find_slots",
+    ),
+    "step.ahead": ("Read",),
+    "step.dispatch": (
+        "Passage",
+        "gather_masks",
+    ),
+    "step.stats": (
+        "StepStats",
+        "log_to",
+    ),
+    "tools.check": ("check_plan",),
+    "tools.choose": (
+        "EvalChoice",
+        "choose_eval_context_parallel",
+    ),
+    "tools.memory": ("fit_memory",),
+}
+"""Names that were here until 0.3 and are public in their modules. They go with the next release."""
+
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_OLD = {name: module for module, names in _MOVED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD:
+        warnings.warn(
+            f"hcp.{name} is now hcp.{_OLD[name]}.{name}", DeprecationWarning, stacklevel=2
+        )
+        return _from(_OLD[name], name)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = _from(_HOME[name], name)
+    return globals()[name]
+
+
+def _from(home: str, name: str) -> Any:
     try:
-        module = import_module(f"{__name__}.{_HOME[name]}")
+        module = import_module(f"{__name__}.{home}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ImportError(
             f"hcp.{name} needs torch, which is not installed: python -m pip install torch"
         ) from None
-    globals()[name] = getattr(module, name)
-    return globals()[name]
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

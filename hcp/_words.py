@@ -22,7 +22,7 @@ Degrees = Literal["any", "pow2"]
 """Which degrees a plan may give."""
 
 DerivedKind = Literal["size", "rank", "ranks", "flag"]
-"""What a name that ``hcp.register_derived`` adds holds."""
+"""What a name that ``hcp.rebinding.derived.register_derived`` adds holds."""
 
 GradReduce = Literal["sum", "mean"]
 """How a trainer reduces gradients."""

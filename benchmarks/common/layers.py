@@ -14,6 +14,7 @@ from torch import Tensor
 import hcp
 from hcp.attention.kernels import Choice, Launch, join, kernel_for
 from hcp.attention.prepared import Run, prepared_of
+from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Entry
 from hcp.step.handler import ContextParallelHandler
 
@@ -101,7 +102,7 @@ class Whole:
         for launch in self._launches:
             self._backward(launch, *self._forward(launch))
 
-    def local(self, layout: hcp.Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def local(self, layout: Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a rank's rows of each tensor."""
         starts = self.starts()[list(layout.sequences)].repeat_interleave(layout.cu_seqlens.diff())
         rows = (starts + layout.positions).to(self.sizes.device)

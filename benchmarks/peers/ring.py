@@ -24,6 +24,7 @@ from torch import Tensor
 import hcp
 from hcp import ops
 from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for
+from hcp.attention.rotary import Rotary
 from hcp.exchange.tables import Entry
 
 
@@ -234,7 +235,7 @@ class OnRing:
         key: Tensor,
         value: Tensor,
         *,
-        rotary_pos_emb: hcp.Rotary | None = None,
+        rotary_pos_emb: Rotary | None = None,
         **options: object,
     ) -> Tensor:
         """Compute causal attention. The ring has none of the other options of hcp's layers."""

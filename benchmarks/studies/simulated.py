@@ -4,7 +4,7 @@
     python benchmarks/studies/simulated.py --ranks 64 256   plans of many ranks
     python benchmarks/studies/simulated.py --eval           an evaluation with few samples
 
-Plans are replayed on a machine (hcp/planning/replay.py): GPUs, their hosts, links inside and across
+Plans are replayed on a machine (hcp/tools/replay.py): GPUs, their hosts, links inside and across
 nodes. Its prices come from runs on up to 2 GPUs. No row is fitted to itself:
 
     training     a GPT of 1.0 B parameters. Prices: the 18 micro-batches of `calibrate` on 1 and 2
@@ -51,8 +51,9 @@ from common.machine import planner_line
 from peers.planners import next_fit_at, plan_of, static_degree, wave_greedy
 
 import hcp
-from hcp.planning.replay import Machine
-from hcp.planning.replay import replay as replayed
+from hcp.tools.choose import EvalChoice, choose_eval_context_parallel
+from hcp.tools.replay import Machine
+from hcp.tools.replay import replay as replayed
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COPY = 365e9
@@ -307,9 +308,9 @@ def evaluation_machine() -> Machine:
     return Machine(token=alone / SAMPLE, near=near, shared=shared)
 
 
-def chosen(samples: int, ranks: int, stages: int) -> hcp.EvalChoice:
+def chosen(samples: int, ranks: int, stages: int) -> EvalChoice:
     cost = evaluation_machine().prices()
-    return hcp.choose_eval_context_parallel(
+    return choose_eval_context_parallel(
         samples, SAMPLE, ranks=ranks, train_cp=1, cost=cost, pipeline_stages=stages
     )
 

@@ -1,6 +1,6 @@
 """Prove a sharper bound for plans whose ranks wait for each other after every micro-batch.
 
-It tells how much of makespan / hcp.lower_bound is slack of the bound. With the default values:
+It tells how much of makespan / lower_bound is slack of the bound. With the default values:
 
     python -m pip install ortools
     python benchmarks/studies/slack.py --families P3,X2,P4,P2 --seeds 3 --rounds 16
@@ -26,7 +26,7 @@ relaxed: a sequence may be in several groups, and a group may hold parts of sequ
 
 V rises with h, so for all h from low to high, V(h) / h is at most V(high) / low. The interval with
 the highest such value is split until it is narrow. No micro-batch is worth more than the sum of all
-prices, so heights above 2 * hcp.lower_bound need no V.
+prices, so heights above 2 * lower_bound need no V.
 
 Prices come from column generation: solve the linear program over the known micro-batches, search
 for ones that are worth more than their height at a mean of its prices so far, add those, repeat.
@@ -57,6 +57,7 @@ from common.machine import planner_line
 
 import hcp
 from hcp.planning.limits import rows_held
+from hcp.planning.plan import lower_bound
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -404,8 +405,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{planner_line()}\n")
     print(
-        "| case | seed | N | K | plan / hcp.lower_bound | sharper / hcp.lower_bound "
-        "| effort=2 / hcp.lower_bound "
+        "| case | seed | N | K | plan / lower_bound | sharper / lower_bound "
+        "| effort=2 / lower_bound "
         "| plan / sharper | CPU s |\n" + "|---" * 9 + "|"
     )
     for seed in range(args.seeds):
@@ -418,7 +419,7 @@ def main() -> None:
                 "sync": "micro_batch",
             }
             plan = hcp.plan(lengths, **request)
-            searched = hcp.lower_bound(lengths, **request, effort=2)
+            searched = lower_bound(lengths, **request, effort=2)
             begun = time.process_time()
             bound = sharper(plan, args.rounds)
             took = time.process_time() - begun

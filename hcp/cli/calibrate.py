@@ -175,7 +175,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options. Raises ValueError for options that do not go together."""
     args = build_parser().parse_args(argv)
     from hcp.programs.ranks import runs_on_cpus  # imports torch, which --help does without
-    from hcp.step.memory import expect_share
+    from hcp.tools.memory import expect_share
 
     args.command = shlex.join(["hcp", "calibrate", *argv])
     args.ranks = number_of_ranks(args.ranks)

@@ -23,8 +23,8 @@ from hcp.demo.training import (
     build_optimizer,
     forward_step,
 )
-from hcp.planning.memory_fit import MemoryFit, Peak, expect_close, fit_peaks, fit_shared
-from hcp.step.memory import Allocated, allocated_on_gpu, measure_peaks, room_on_gpu
+from hcp.tools.memory import Allocated, allocated_on_gpu, measure_peaks, room_on_gpu
+from hcp.tools.memory_fit import MemoryFit, Peak, expect_close, fit_peaks, fit_shared
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -50,9 +50,9 @@ from hcp.planning.drawing import timeline_svg
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.planning.replay import Machine, replay
 from hcp.programs.arguments import whole_number
 from hcp.programs.progress import progress_over
+from hcp.tools.replay import Machine, replay
 
 SIZES = (
     "ranks",

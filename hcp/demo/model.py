@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hcp
 from hcp._words import CommType
+from hcp.attention.rotary import Rotary
 from hcp.programs.data import VOCABULARY_SIZE
 
 
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         )
         self.linear_proj = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: hcp.Rotary) -> Tensor:
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: Rotary) -> Tensor:
         sizes = (self.heads, self.groups, self.groups)
         qkv = self.linear_qkv(x).view(x.shape[0], sum(sizes), self.head_size)
         q, k, v = qkv.split(sizes, dim=1)  # (T, H, D), (T, G, D), (T, G, D)
@@ -89,7 +90,7 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
         self.mlp = MLP(args)
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: hcp.Rotary) -> Tensor:
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: Rotary) -> Tensor:
         attended: Tensor = x + self.attention(self.input_norm(x), cp, rotary)
         out: Tensor = attended + self.mlp(self.mlp_norm(attended))
         return out

@@ -43,8 +43,10 @@ from hcp.programs.data import (
 )
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation
+from hcp.step.ahead import Read
 from hcp.step.config import Config
 from hcp.step.planner import StepPlanner
+from hcp.tools.choose import choose_eval_context_parallel
 
 _STARTED = time.monotonic()
 
@@ -71,7 +73,7 @@ def get_batches(
     args, groups = trainer.args, trainer.groups
     ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
 
-    def shares() -> Iterator[hcp.Read[dict[str, Tensor]]]:
+    def shares() -> Iterator[Read[dict[str, Tensor]]]:
         for iteration in range(first, args.train_iters):
             batch = batch_indices(
                 len(documents),
@@ -79,7 +81,7 @@ def get_batches(
                 iteration=iteration,
                 batch_size=args.global_batch_size,
             )
-            yield hcp.Read(load(documents, batch[rank::ranks], torch.device("cpu")))
+            yield Read(load(documents, batch[rank::ranks], torch.device("cpu")))
 
     return StepPlanner.of(config, ranks, cost=trainer.cost).steps(shares(), groups)
 
@@ -522,7 +524,7 @@ def choose_eval_size(
     size = args.config.eval_context_parallel_size
     if size == "auto":
         lengths = [document.length for document in evaluated(args, corpus.validation)]
-        choice = hcp.choose_eval_context_parallel(
+        choice = choose_eval_context_parallel(
             len(lengths),
             lengths,
             ranks=args.ranks,

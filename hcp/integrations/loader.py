@@ -815,7 +815,7 @@ def check_eval_size(config: Config) -> None:
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
             "eval_context_parallel_size is 'auto', expected a number: ask "
-            "hcp.choose_eval_context_parallel with the lengths of the evaluation first"
+            "hcp.tools.choose.choose_eval_context_parallel with the lengths of the evaluation first"
         )
 
 

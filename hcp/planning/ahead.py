@@ -150,12 +150,12 @@ class PlanAhead(Generic[Batch, Planned]):
         def prepare(lengths):
             return hcp.plan(lengths, ranks=8, max_tokens_per_rank=16_384)
 
-        with hcp.PlanAhead(batches_of_lengths, prepare) as steps:
+        with hcp.planning.ahead.PlanAhead(batches_of_lengths, prepare) as steps:
             for lengths, plan in steps:
                 ...
 
     ``prepare(batch)`` runs on the thread. Planning does not slow the trainer, as the C core
-    releases the GIL. ``prepare`` may also make layouts (``hcp.Layout(plan, micro_batch, rank)``).
+    releases the GIL. ``prepare`` may also make layouts (``Layout(plan, micro_batch, rank)``).
     Collectives in it need a process group that no other thread uses. ``batches`` is read on the
     caller's thread, in order: the next ones when a batch was taken. An exception of ``prepare`` or
     ``batches`` is raised in place of its batch. After ``close`` there are no more batches.

@@ -48,8 +48,9 @@ def _doubt_about_name(name: str, value: Any, twins: Twins) -> str | None:
         return "is None, and would stay so: torch takes None for the whole world"
     if known is None and type(number) is int:
         return (
-            f"is {value}, by its name derived from a CP group: hcp.register_derived or "
-            "hcp.register_rebind say how, exclude= says that it is not"
+            f"is {value}, by its name derived from a CP group: "
+            "hcp.rebinding.derived.register_derived or hcp.register_rebind say how, exclude= says "
+            "that it is not"
         )
     return None
 

@@ -182,7 +182,7 @@ def audit(
         exclude: as in :func:`hcp.eval_cp_context`.
 
     Returns:
-        An :class:`hcp.Audit`, which `print` lists.
+        An :class:`hcp.rebinding.rebind.Audit`, which `print` lists.
     """
     _check_collections(train_pgs, eval_pgs)
     walk = walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), True, None))

@@ -70,7 +70,7 @@ class Config:
 
     eval_context_parallel_size: int | Literal["auto"] | None = None
     """Context-parallel size of the evaluation layout, a divisor of the ranks. "auto": the trainer
-    asks `hcp.choose_eval_context_parallel`. None: the trainer's choice."""
+    asks `hcp.tools.choose.choose_eval_context_parallel`. None: the trainer's choice."""
 
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """Sizes of the levels of "a2a+p2p", the inner all-to-all first and the ring last. Under

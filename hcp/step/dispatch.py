@@ -215,7 +215,7 @@ def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | No
         return json.dumps([[mask.to_dict() for mask in different], own]).encode()
 
     gathered: list[Mask | None] = []
-    for message in gather_or_raise(groups.transport, prepare, "hcp.gather_masks"):
+    for message in gather_or_raise(groups.transport, prepare, "hcp.step.dispatch.gather_masks"):
         dicts, own = json.loads(message)
         different = [Mask.from_dict(each) for each in dicts]
         gathered += [None if i is None else different[i] for i in own]

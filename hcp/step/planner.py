@@ -169,8 +169,8 @@ class StepPlanner:
         Every rank of the domain iterates, and of the job when it takes the first step.
 
         Args:
-            shares: of each batch the samples of this rank, as :class:`hcp.Read` has them, read on
-                the caller's thread; or anything that ``make`` takes.
+            shares: of each batch the samples of this rank, as a :class:`hcp.step.ahead.Read`, which
+                is read on the caller's thread; or anything that ``make`` takes.
             groups: this rank's process groups.
             make: makes the step of a share in place of ``step_of``, as for
                 :func:`hcp.planned_steps`.

@@ -15,6 +15,8 @@ from support.ranks import run_ranks
 
 import hcp
 from hcp.attention import comm_types as comm
+from hcp.attention.comm_types import CommChoice
+from hcp.exchange.layout import Layout
 from hcp.planning.cost import PRICES
 
 
@@ -65,8 +67,8 @@ def chosen(
     heads: tuple[int, int] = (8, 2),
     rank: int = 0,
     packed: bool = False,
-) -> hcp.CommChoice:
-    return comm.choose(plan, hcp.Layout(plan, 0, rank), comm_type, sizes, window, heads, packed)
+) -> CommChoice:
+    return comm.choose(plan, Layout(plan, 0, rank), comm_type, sizes, window, heads, packed)
 
 
 # ---- a2a+p2p -------------------------------------------------------------------------------------

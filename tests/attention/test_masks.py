@@ -13,6 +13,8 @@ from torch import Tensor
 
 import hcp
 from hcp import Mask
+from hcp.exchange.layout import Layout
+from hcp.step.dispatch import gather_masks
 
 TYPES = ("all_gather", "p2p", "a2a")
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -252,7 +254,7 @@ def test_cuts_of_their_own_equal_one_rank() -> None:
     """Long enough that zigzag gives way."""
     mask = Mask.documents([Mask.prefix_lm(150, 140), 60, Mask.full(40)])
     plan = planned([250, 33], [mask, None], 4, min_degree=4)
-    assert len(hcp.Layout(plan, 0, 0).spans) > 4
+    assert len(Layout(plan, 0, 0).spans) > 4
     for comm_type in TYPES:
         assert error_of(Job(plan, comm_type)) <= 1e-10
 
@@ -330,7 +332,7 @@ def test_masks_of_all_ranks_are_gathered_and_given_to_dispatch() -> None:
         samples = [rows_of(9 + rank, rank)]
         lengths, sources, samples = hcp.gather_lengths(samples, groups)
         own = [Mask.full(9)] if rank == 0 else [None]
-        given = hcp.gather_masks(own, groups)
+        given = gather_masks(own, groups)
         plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=20)
         step = hcp.dispatch(plan, samples, sources, groups, masks=given)
         return step.plan.checksum, step.plan.masks["mask"] == (Mask.full(9), Mask.causal(10))

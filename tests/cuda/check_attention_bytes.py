@@ -26,8 +26,9 @@ from support.planning import fullest
 
 import hcp
 from hcp.attention import kernels
-from hcp.planning.memory_fit import Peak, fit_shared
-from hcp.step.memory import allocated_on_gpu
+from hcp.exchange.layout import Layout
+from hcp.tools.memory import allocated_on_gpu
+from hcp.tools.memory_fit import Peak, fit_shared
 
 HEADS, GROUPS, SIZE = 32, 8, 128
 COMM_TYPES = (("p2p", ()), ("all_gather", ()), ("a2a", ()), ("a2a+p2p", (2, 2)))
@@ -59,7 +60,7 @@ def peak(plan: hcp.Plan, comm_type: str, levels: Sequence[int], device: str) -> 
     """Return the bytes of the busiest rank, less what a group of one rank takes for its rows."""
     return max(
         _peak(layer(plan, rank, comm_type, levels, device), device)
-        - _alone(hcp.Layout(plan, 0, rank).rows, device)
+        - _alone(Layout(plan, 0, rank).rows, device)
         for rank in range(plan.ranks)
     )
 
@@ -115,10 +116,10 @@ def main() -> int:
                 for count in (1, 3, 10):
                     lengths = [r.randint(1, 2048 * degree // count) for _ in range(count)]
                     plan = plan_of(lengths, degree, alignment)
-                    rows = max(hcp.Layout(plan, 0, rank).rows for rank in range(degree))
+                    rows = max(Layout(plan, 0, rank).rows for rank in range(degree))
                     found = peak(plan, comm_type, own, device)
                     said = predicted(model, plan, degree, alignment)
-                    padding = max(hcp.Layout(plan, 0, rank).padding for rank in range(degree))
+                    padding = max(Layout(plan, 0, rank).padding for rank in range(degree))
                     bad = found > 1.02 * said + SLACK
                     over += bad
                     case = (

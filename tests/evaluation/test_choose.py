@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hcp import CostModel, EvalPlan, MemoryModel
-from hcp.evaluation.choose import choose_eval_context_parallel
 from hcp.planning.limits import divisors, rows_up_to
+from hcp.tools.choose import choose_eval_context_parallel
 
 FREE = CostModel(pair=2, token=1000, exchange=0, launch=0)
 

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 
 import hcp
 from hcp._digest import digest_of
-from hcp.evaluation.metrics import Metrics
-from hcp.evaluation.plan import EvalPlan
+from hcp.evaluation.metrics import Metric, Metrics
+from hcp.evaluation.plan import EvalBatch, EvalPlan
 from hcp.evaluation.seen import Seen
 from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
 
@@ -155,7 +155,7 @@ def test_an_index_error_of_the_datasets_own_goes_on(kind):
 
 
 def test_a_batch_is_a_tuple_that_notes_what_was_read():
-    batch = hcp.EvalBatch(["a"], torch.ones(1), (3,))
+    batch = EvalBatch(["a"], torch.ones(1), (3,))
     assert batch.indices == (3,)
     assert batch.read == set()
     assert batch.samples == ["a"]
@@ -252,7 +252,7 @@ def evaluate_layouts(rank, size, n, kind):
                     mask = (torch.arange(5) > 0) | (sample[0] > 0.5)
                     metrics.add("loss", sample, (mine & mask) * weight)
             assert plan.finish() == n
-            result = metrics.reduce()["loss"] if n else hcp.Metric(0, 0)
+            result = metrics.reduce()["loss"] if n else Metric(0, 0)
             means.append((result.mean, result.count))
     return means
 
@@ -501,8 +501,8 @@ def reduce_metrics(rank, size):
             for _ in range(3000):
                 metrics.add_sum("c", 0.1, 1)
     totals = metrics.reduce()
-    assert totals["a"] == hcp.Metric(4.0, 2.0)
-    assert totals["b"] == hcp.Metric(2.0**24 + 1, 2.0)
+    assert totals["a"] == Metric(4.0, 2.0)
+    assert totals["b"] == Metric(2.0**24 + 1, 2.0)
     assert math.isclose(totals["c"].mean, 0.1, rel_tol=1e-13)
     with pytest.warns(RuntimeWarning, match="the metric 'd' has a count of 0 on all ranks"):
         assert math.isnan(totals["d"].mean)
@@ -523,7 +523,7 @@ def test_metrics_are_reduced_in_a_loopback():
             metrics.reduce()
         return total
 
-    assert hcp.loopback(3, lambda groups: work(groups))[0] == hcp.Metric(6.0, 6.0)
+    assert hcp.loopback(3, lambda groups: work(groups))[0] == Metric(6.0, 6.0)
 
 
 def add_what_cannot_be_summed(rank, size):

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import hcp
 from hcp import Mask
 from hcp.exchange import states as passing
+from hcp.exchange.layout import Layout
 from hcp.integrations.recurrent import convolve, delta_rule, mamba_states, scan_mamba
 
 HEADS, KEYS, VALUES, TAPS = 2, 2, 1, 4
@@ -294,7 +295,7 @@ def documents_of(masks: list[Mask]) -> list[int] | None:
         plan.core.expect_no_branches("a test")
     except ValueError:
         return None
-    return [start for _, start, _ in hcp.Layout(plan, 0, 0).documents]
+    return [start for _, start, _ in Layout(plan, 0, 0).documents]
 
 
 def with_positions(mask: Mask | None, length: int, runs: Any) -> Mask:
@@ -367,7 +368,7 @@ def test_bounds_name_documents_and_rows_keep_their_places() -> None:
         return cp.whole_cu_seqlens.diff().tolist()[:6], params.cu_seqlens_q.diff().tolist()[:6]
 
     sizes = {0: [2, 6], 1: [6], 2: [1, 1, 1]}
-    order = hcp.Layout(plan, 0, 0).sequences
+    order = Layout(plan, 0, 0).sequences
     want = list(itertools.chain.from_iterable(sizes[s] for s in order))
     assert hcp.loopback(2, bounds) == [(want, want)] * 2
 

@@ -18,6 +18,7 @@ import hcp
 from hcp import _core
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Launch, join
+from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Entry, Read, Schedule, ScheduleHeader, schedule_words
 
 
@@ -166,7 +167,7 @@ def test_ranks_without_rows_and_two_ranks_compare_nothing_more() -> None:
     for ranks, tokens, callers in ((2, 40, ()), (3, 2, (0, 2)), (4, 40, (0, 1, 2, 3))):
         plan = hcp.plan([tokens], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
         words = schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=0)
-        held = tuple(r for r in range(ranks) if hcp.Layout(plan, 0, r).rows)
+        held = tuple(r for r in range(ranks) if Layout(plan, 0, r).rows)
         assert Schedule(words).callers == (held if ranks > 2 else ()) == callers
 
 

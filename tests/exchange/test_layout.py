@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
+from hcp.exchange.layout import Layout
 
 
 def chunks(length: int, degree: int) -> list[range]:
@@ -36,7 +37,7 @@ def one_group(lengths: list[int], degree: int, first_rank: int = 0) -> hcp.Plan:
 def test_rank_j_holds_chunks_j_and_2d_minus_1_minus_j(lengths: list[int], degree: int) -> None:
     plan = one_group(lengths, degree, first_rank=1)
     for j in range(degree):
-        layout = hcp.Layout(plan, 0, 1 + j)
+        layout = Layout(plan, 0, 1 + j)
         held = [
             [*chunks(length, degree)[j], *chunks(length, degree)[2 * degree - 1 - j]]
             for length in lengths
@@ -55,7 +56,7 @@ def test_every_token_is_held_once_in_maximal_spans(lengths: list[int], degree: i
     plan = one_group(lengths, degree)
     held: list[tuple[int, int]] = []
     for rank in range(degree):
-        layout = hcp.Layout(plan, 0, rank)
+        layout = Layout(plan, 0, rank)
         for sequence, start, rows in layout.spans:
             assert rows >= 1
             held += [(sequence, token) for token in range(start, start + rows)]
@@ -74,26 +75,26 @@ def test_alignment_adds_rows_behind_all_sequences(
     padded = hcp.Plan.from_dict(data | {"alignment": alignment, "max_tokens_per_rank": room})
     added = []
     for rank in range(degree):
-        layout, without = hcp.Layout(padded, 0, rank), hcp.Layout(plain, 0, rank)
+        layout, without = Layout(padded, 0, rank), Layout(plain, 0, rank)
         assert layout.rows % alignment == 0
         assert layout.padding == layout.rows - without.rows < alignment
         assert layout.positions.tolist() == without.positions.tolist() + [0] * layout.padding
         assert layout.cu_seqlens.tolist() == without.cu_seqlens.tolist()
         assert layout.spans == without.spans
         added.append(layout.padding)
-    assert hcp.Layout(padded, 0, 0).paddings == tuple(added)
+    assert Layout(padded, 0, 0).paddings == tuple(added)
     assert padded.report().padding == sum(added)
 
 
 def test_a_rank_outside_every_group_holds_nothing() -> None:
-    layout = hcp.Layout(one_group([5], 2), 0, 2)
+    layout = Layout(one_group([5], 2), 0, 2)
     assert (layout.rows, layout.degree, layout.spans, layout.lengths) == (0, 0, (), ())
     assert layout.cu_seqlens.tolist() == [0]
     assert layout.positions.tolist() == []
 
 
 def test_tensors_outlive_the_layout_they_came_from() -> None:
-    positions = hcp.Layout(one_group([1000], 1), 0, 0).positions
+    positions = Layout(one_group([1000], 1), 0, 0).positions
     gc.collect()
     assert positions.tolist() == list(range(1000))
 
@@ -103,6 +104,6 @@ def test_bad_places_are_refused() -> None:
 
     plan = one_group([5], 2)
     with pytest.raises(ValueError, match="micro_batch is 1, expected >= 0 and < 1 "):
-        hcp.Layout(plan, 1, 0)
+        Layout(plan, 1, 0)
     with pytest.raises(ValueError, match="rank is 3, expected 0 to 2"):
-        hcp.Layout(plan, 0, 3)
+        Layout(plan, 0, 3)

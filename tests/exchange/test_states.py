@@ -15,6 +15,7 @@ from torch import Tensor
 
 import hcp
 from hcp.exchange import states as passing
+from hcp.exchange.layout import Layout
 
 HEADS, KEYS, VALUES = 2, 3, 2
 WAYS = {"gathering": 1 << 40, "rounds": 0}
@@ -247,7 +248,7 @@ def check_gates(groups: Any, lengths: Any) -> tuple[Tensor, Tensor]:
 def spans_of(cp: Any, lengths: Any) -> list[Any]:
     """All spans of the micro-batch, of every rank."""
     ranks = range(cp.layout.first_rank, cp.layout.first_rank + cp.degree)
-    return [span for r in ranks for span in hcp.Layout(cp.plan, cp.micro_batch, r).spans]
+    return [span for r in ranks for span in Layout(cp.plan, cp.micro_batch, r).spans]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -282,7 +283,7 @@ def test_bytes_do_not_depend_on_the_length() -> None:
 @pytest.mark.parametrize(("degree", "by_rounds"), [(2, False), (3, False), (4, True), (8, True)])
 def test_rounds_are_taken_where_they_bring_fewer_bytes(degree: int, by_rounds: bool) -> None:
     plan = hcp.plan([160], ranks=degree, max_tokens_per_rank=160, min_degree=degree)
-    passes = passing.StatePasses(hcp.Layout(plan, 0, 0))
+    passes = passing.StatePasses(Layout(plan, 0, 0))
     assert passes.choose(1 << 30).by_rounds == by_rounds
     assert not passes.choose(1 << 10).by_rounds
 

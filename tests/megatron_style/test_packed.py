@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hcp
+from hcp.megatron_style.packed import get_thd_batch_on_this_cp_rank
 
 
 def handlers(groups: Any, lengths: Any, **plan: Any) -> list[hcp.ContextParallelHandler]:
@@ -105,7 +106,7 @@ def test_megatrons_thd_function_gives_rows_and_parameters_and_takes_its_argument
             given = (bounds[None], bounds, torch.tensor([max(lengths, default=0)]))
             sizes = {"cp_size": max(cp.degree, 1), "cp_rank": cp.place}
             for arguments, options in (((), {}), (given, sizes)):
-                own, params = hcp.get_thd_batch_on_this_cp_rank(
+                own, params = get_thd_batch_on_this_cp_rank(
                     {"tokens": whole[None]}, *arguments, **options, cp_handler=cp
                 )
                 starts = dict(zip(cp.layout.sequences, bounds.tolist(), strict=False))
@@ -118,9 +119,9 @@ def test_megatrons_thd_function_gives_rows_and_parameters_and_takes_its_argument
                 arguments[place] = wrong if place else torch.cat((bounds[:1], wrong))
                 if lengths:
                     with pytest.raises(ValueError, match=r"expected .*, as cp_handler has it"):
-                        hcp.get_thd_batch_on_this_cp_rank({}, *arguments, cp_handler=cp)
+                        get_thd_batch_on_this_cp_rank({}, *arguments, cp_handler=cp)
             with pytest.raises(ValueError, match=r"cp_size 7, expected \d, as cp_handler has it"):
-                hcp.get_thd_batch_on_this_cp_rank({}, cp_size=7, cp_handler=cp)
+                get_thd_batch_on_this_cp_rank({}, cp_size=7, cp_handler=cp)
 
     hcp.loopback(3, check)
 

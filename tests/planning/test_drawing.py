@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.drawing import LEFT, RIGHT, colour_of, plan_words, timeline_page, timeline_svg
+from hcp.planning.drawing import (
+    LEFT,
+    RIGHT,
+    Timelines,
+    colour_of,
+    plan_words,
+    timeline_page,
+    timeline_svg,
+)
 from hcp.planning.timeline import idle_shares, timeline
+from hcp.tools.choose import choose_eval_context_parallel
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -156,9 +165,9 @@ def test_notebooks_show_plans_and_reports() -> None:
         "static": hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000, min_degree=4),
         "a": plan,
     }
-    assert hcp.Timelines(both)._repr_html_() == timeline_svg(both)
+    assert Timelines(both)._repr_html_() == timeline_svg(both)
     shown = plan.report()._repr_html_()
     assert f"<td>{plan.makespan:,}</td>" in shown
     assert '<td style="text-align:left">rank tokens</td>' in shown
-    choice = hcp.choose_eval_context_parallel(4, 100, ranks=4, train_cp=4)
+    choice = choose_eval_context_parallel(4, 100, ranks=4, train_cp=4)
     assert choice._repr_html_().count("<tr>") == 1 + len(choice.candidates)

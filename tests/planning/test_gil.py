@@ -16,6 +16,7 @@ import pytest
 
 import hcp
 from hcp import _core
+from hcp.planning.plan import lower_bound
 
 CALLS = 1000
 """A call that keeps the GIL lets no other thread run, however often it is made."""
@@ -61,7 +62,7 @@ PAYLOAD = PLAN.core.payload("even", LENGTHS, None, TAKERS)
 
 RELEASED: dict[str, Callable[[], Any]] = {
     "plan": lambda: hcp.plan(LENGTHS, **REQUEST),
-    "bound": lambda: hcp.lower_bound(LENGTHS, **REQUEST),
+    "bound": lambda: lower_bound(LENGTHS, **REQUEST),
     "plan of given groups": lambda: hcp.Plan.from_dict(PLAN.to_dict()),
     "masks": lambda: PLAN.with_masks([hcp.Mask.causal(n) for n in LENGTHS]),
     "layout": lambda: _core.create_layout(PLAN.core, 0, 5),
@@ -94,10 +95,10 @@ def test_a_call_that_keeps_the_gil_would_be_found() -> None:
 
 
 PROGRAM = """
-import hcp
+from hcp.planning.plan import lower_bound
 lengths = [(7919 * i) % 4000 + 1 for i in range(400)]
 print("begins", flush=True)
-hcp.lower_bound(lengths, ranks=64, max_tokens_per_rank=4096, sync="micro_batch", effort=1000)
+lower_bound(lengths, ranks=64, max_tokens_per_rank=4096, sync="micro_batch", effort=1000)
 print("ended by itself", flush=True)
 """
 

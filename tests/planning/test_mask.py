@@ -13,7 +13,10 @@ from support import masks
 
 import hcp
 from hcp import Mask
+from hcp.exchange.layout import Layout
 from hcp.planning.mask import KINDS, Slice
+from hcp.planning.plan import lower_bound
+from hcp.tools.check import check_plan
 
 LENGTHS = (1, 2, 3, 7, 20, 33)
 
@@ -184,7 +187,7 @@ def test_masks_travel_with_the_plan_and_are_part_of_its_checksum() -> None:
     assert others[0] == plan.checksum
     assert len({bare.checksum, *others}) == 5
     assert plan.pairs == (1275, 49, 3 * 136 + 2 * 136 + 55)
-    hcp.check_plan(plan)
+    check_plan(plan)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def held_pairs(plan: hcp.Plan) -> list[int]:
     pairs = [0] * plan.ranks
     for rank in range(plan.ranks):
         for m in range(len(plan.micro_batches)):
-            layout = hcp.Layout(plan, m, rank)
+            layout = Layout(plan, m, rank)
             for i, start, rows in layout.spans:
                 pairs[rank] += plan.masks["mask"][layout.sequences[i]].pairs_of(start, start + rows)
     return pairs
@@ -231,10 +234,10 @@ def held_pairs(plan: hcp.Plan) -> list[int]:
 def test_a_cut_balances_pairs_and_keeps_the_rows_of_zigzag(mask: Mask, degree: int) -> None:
     request = {"ranks": degree, "max_tokens_per_rank": 700, "min_degree": degree}
     plan, bare = hcp.plan([700], masks=[mask], **request), hcp.plan([700], **request)
-    assert [hcp.Layout(plan, 0, r).rows for r in range(degree)] == [
-        hcp.Layout(bare, 0, r).rows for r in range(degree)
+    assert [Layout(plan, 0, r).rows for r in range(degree)] == [
+        Layout(bare, 0, r).rows for r in range(degree)
     ]
-    tokens = torch.cat([hcp.Layout(plan, 0, r).positions for r in range(degree)])
+    tokens = torch.cat([Layout(plan, 0, r).positions for r in range(degree)])
     assert torch.equal(tokens.sort().values, torch.arange(700))
     pairs = held_pairs(plan)
     assert sum(pairs) == mask.pairs
@@ -258,14 +261,14 @@ def test_few_queries_with_most_pairs_are_shared_in_few_pieces() -> None:
         pairs = held_pairs(plan)
         assert sum(pairs) == mask.pairs
         assert max(pairs) <= 1.02 * mask.pairs / degree, (degree, pairs)
-        assert max(len(hcp.Layout(plan, 0, rank).spans) for rank in range(degree)) <= 6
+        assert max(len(Layout(plan, 0, rank).spans) for rank in range(degree)) <= 6
 
 
 def test_a_causal_mask_keeps_zigzag() -> None:
     request = {"ranks": 3, "max_tokens_per_rank": 300, "min_degree": 3}
     plan, bare = hcp.plan([300], masks=[None], **request), hcp.plan([300], **request)
     for rank in range(3):
-        assert hcp.Layout(plan, 0, rank).spans == hcp.Layout(bare, 0, rank).spans
+        assert Layout(plan, 0, rank).spans == Layout(bare, 0, rank).spans
 
 
 def test_pairs_are_priced_in_place_of_the_window() -> None:
@@ -281,7 +284,7 @@ def test_pairs_are_priced_in_place_of_the_window() -> None:
     assert copy.pairs == plan.pairs
     other = hcp.plan(lengths, pairs=[101, 2500, 0], cost=cost, ranks=1, max_tokens_per_rank=200)
     assert other.checksum != plan.checksum
-    bound = hcp.lower_bound(lengths, pairs=pairs, cost=cost, ranks=1, max_tokens_per_rank=200)
+    bound = lower_bound(lengths, pairs=pairs, cost=cost, ranks=1, max_tokens_per_rank=200)
     assert bound == plan.bound
 
 
@@ -310,7 +313,7 @@ def test_plans_by_pairs_stay_near_their_bound(sync: str) -> None:
     cost = hcp.CostModel(pair=100, token=1000, exchange=100, launch=1000)
     request = {"ranks": 8, "max_tokens_per_rank": 4000, "sync": sync, "cost": cost}
     plan = hcp.plan(lengths, masks=masks_now, **request)
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.1 * plan.bound
 
 

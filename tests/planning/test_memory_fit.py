@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.memory_fit import MemoryFit, Peak, Shared, expect_close, fit_peaks, fit_shared
+from hcp.tools.memory_fit import MemoryFit, Peak, Shared, expect_close, fit_peaks, fit_shared
 
 ROWS = st.lists(st.integers(1, 2**20), min_size=3, max_size=8, unique=True)
 BYTES = st.integers(1, 2**30)

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp import _core
+from hcp.planning.plan import lower_bound
+from hcp.tools.check import check_plan
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -161,9 +163,9 @@ def slow_makespan(plan: hcp.Plan) -> int:
 @given(requests())
 def test_a_plan_takes_what_its_passes_take_and_passes_the_check(request: dict[str, Any]) -> None:
     plan = hcp.plan(**request)
-    hcp.check_plan(plan, request["lengths"])
+    check_plan(plan, request["lengths"])
     assert plan.bound <= plan.makespan == slow_makespan(plan)
-    assert hcp.lower_bound(**request) == plan.bound
+    assert lower_bound(**request) == plan.bound
     assert hcp.plan(**request) == plan
     assert 0 <= plan.report().bubble < 1
 
@@ -294,7 +296,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_group() -> None:
         )
         assert len(plan.micro_batches) % 3 == 0
         assert sum(len(groups) for groups in plan.micro_batches) <= n
-        hcp.check_plan(plan)
+        check_plan(plan)
 
 
 def test_small_micro_batches_stand_at_both_ends() -> None:
@@ -367,7 +369,7 @@ def test_every_sequence_keeps_its_own_bounds(data: st.DataObject, ranks: int, sy
         max_degrees=most,
         sync=sync,
     )
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     for groups in plan.micro_batches:
         for _, degree, sequences in groups:
             assert all(least[s] <= degree <= most[s] for s in sequences)
@@ -392,7 +394,7 @@ def test_no_rank_needs_more_bytes_than_it_has(
     plan = hcp.plan(
         lengths, ranks=8, max_tokens_per_rank=256, memory=memory, sync=sync, alignment=2
     )
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert max(plan.report().rank_bytes) <= limit
     assert plan.memory == memory
 
@@ -413,7 +415,7 @@ def test_bytes_that_fill_a_rank_exactly_fit_and_one_more_does_not() -> None:
     request: dict[str, Any] = {"ranks": 1, "max_tokens_per_rank": 2_000_000, "memory": memory}
     plan = hcp.plan([1_000_000, 1_000_000], **request)
     assert [len(groups) for groups in plan.micro_batches] == [1, 1]
-    hcp.check_plan(plan)
+    check_plan(plan)
     with pytest.raises(ValueError, match="would need 1000001000000000 bytes, expected <= 10"):
         hcp.plan([1_000_001], **request)
 
@@ -474,7 +476,7 @@ def changed(change: Any, **options: Any) -> dict[str, Any]:
 )
 def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
     with pytest.raises(hcp.HcpError, match=message):
-        hcp.check_plan(changed(change, pipeline_stages=4, max_degree=1))
+        check_plan(changed(change, pipeline_stages=4, max_degree=1))
 
 
 @pytest.mark.parametrize("name", ["activation", "limit"])

@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp import _core
+from hcp.exchange.layout import Layout
 from hcp.planning.cost import Table
 from hcp.planning.limits import Limits
+from hcp.planning.plan import Group
+from hcp.tools.check import check_plan
 
 CAPACITY = 1024
 
@@ -165,16 +168,16 @@ def test_no_sequences_make_an_empty_plan() -> None:
     plan = hcp.plan([], ranks=4, max_tokens_per_rank=CAPACITY)
     assert plan.micro_batches == ()
     assert plan.efficiency == 1.0
-    hcp.check_plan(plan, [])
+    check_plan(plan, [])
     assert hcp.loopback(4, lambda groups: list(hcp.dispatch(plan, [], [], groups))) == [[]] * 4
     with pytest.raises(ValueError, match=r"micro_batch is 0, expected none: the plan of no seq"):
-        hcp.Layout(plan, 0, 0)
+        Layout(plan, 0, 0)
 
 
 def test_a_sequence_that_fits_stays_on_one_rank_when_sharing_costs_more() -> None:
     cost = hcp.CostModel(exchange=10**9)
     plan = hcp.plan([CAPACITY], ranks=8, max_tokens_per_rank=CAPACITY, cost=cost)
-    assert plan.micro_batches == ((hcp.Group(0, 1, (0,)),),)
+    assert plan.micro_batches == ((Group(0, 1, (0,)),),)
 
 
 def test_one_token_over_needs_one_more_rank() -> None:
@@ -186,7 +189,7 @@ def test_one_token_over_needs_one_more_rank() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 31, 60])
 def test_one_sequence_may_fill_every_rank_exactly(ranks: int) -> None:
     plan = hcp.plan([ranks * CAPACITY], ranks=ranks, max_tokens_per_rank=CAPACITY)
-    assert plan.micro_batches == ((hcp.Group(0, ranks, (0,)),),)
+    assert plan.micro_batches == ((Group(0, ranks, (0,)),),)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])

@@ -25,8 +25,11 @@ from support.optimum import chosen, costs, optimum, slow_time, tiny
 
 import hcp
 from hcp._words import Preset, Sync
+from hcp.planning.ahead import PlanAhead
 from hcp.planning.cost import PRESETS
+from hcp.planning.plan import lower_bound
 from hcp.programs.families import FAMILIES
+from hcp.tools.check import check_plan
 
 # ---- cost ----------------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ def test_every_preset_plans_and_stays_in_63_bits(name: str) -> None:
 LONG: dict[str, Any] = {"ranks": 64, "max_tokens_per_rank": 4096, "effort": 1000}
 
 
-@pytest.mark.parametrize("search", [hcp.plan, hcp.lower_bound])
+@pytest.mark.parametrize("search", [hcp.plan, lower_bound])
 def test_ctrl_c_ends_a_search_of_hours(search: Any) -> None:
     """The thread that presses it also needs the GIL."""
     lengths = [Random(i).randint(1, 4000) for i in range(400)]
@@ -136,7 +139,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @given(requests())
 def test_every_plan_passes_the_independent_check(request: dict[str, Any]) -> None:
     plan = hcp.plan(**request)
-    hcp.check_plan(plan, request["lengths"])
+    check_plan(plan, request["lengths"])
     assert plan.bound <= plan.makespan == slow_makespan(plan)
     assert hcp.plan(**request) == plan
     again = hcp.Plan.from_dict(plan.to_dict())
@@ -195,9 +198,9 @@ def test_sequences_without_any_price_take_1_each(sync: Sync, launch: int) -> Non
     request: dict[str, Any] = {"ranks": 2, "max_tokens_per_rank": 8, "cost": cost, "sync": sync}
     for nothing in ({"pairs": [0] * 4}, {"masks": [hcp.Mask(4, [])] * 4}):
         plan = hcp.plan([4] * 4, **request, **nothing)
-        hcp.check_plan(plan)
+        check_plan(plan)
         assert (plan.makespan, plan.work) == (launch + 2, 4)
-    assert hcp.lower_bound([4] * 4, **request, pairs=[0] * 4, effort=2) <= launch + 2
+    assert lower_bound([4] * 4, **request, pairs=[0] * 4, effort=2) <= launch + 2
     assert cost.time(4, 1, 0, 0) == cost.time(4, 2, 0, 0) == 1
 
 
@@ -225,8 +228,8 @@ def test_the_best_of_all_plans_lies_between_the_bound_and_the_plan(
     best = optimum(**case, sync=sync)
     request = {"max_tokens_per_rank": case.pop("capacity"), **case, "sync": sync}
     plan = hcp.plan(**request)
-    assert hcp.lower_bound(**request) == plan.bound <= best <= plan.makespan
-    assert plan.bound <= hcp.lower_bound(**request, effort=2) <= best
+    assert lower_bound(**request) == plan.bound <= best <= plan.makespan
+    assert plan.bound <= lower_bound(**request, effort=2) <= best
 
 
 @settings(max_examples=60)
@@ -288,7 +291,7 @@ def test_few_long_sequences_leave_hardly_a_gap(seed: int) -> None:
     """Nothing short fills gaps: groups stand in columns that end together."""
     lengths = spread(128, 8192, 65536, seed)
     plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=8192)
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.013 * plan.bound
 
 
@@ -305,7 +308,7 @@ def test_few_long_sequences_leave_hardly_a_gap_in_nodes(sync: str, ratio: float,
         sync=sync,
         cost=hcp.CostModel.preset("flexsp-7b"),
     )
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= ratio * plan.bound
 
 
@@ -335,7 +338,7 @@ def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
     while sum(lengths) < 32_000_000:
         lengths.append(FAMILIES["byted"].draw(random))
     plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192)
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.006 * plan.bound
 
 
@@ -353,7 +356,7 @@ def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -
     request = {"lengths": lengths, "ranks": 64, "max_tokens_per_rank": 8192}
     together = hcp.plan(**request, sync="micro_batch")
     assert together.makespan <= 1.03 * together.bound
-    assert together.bound > 1.01 * hcp.lower_bound(**request, sync="step")
+    assert together.bound > 1.01 * lower_bound(**request, sync="step")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4, 6])
@@ -361,7 +364,7 @@ def test_sequences_change_places_between_micro_batches(seed: int) -> None:
     """Greedy filling alone ends at 1.067 to 1.075 of the bound."""
     lengths = spread(200, 4096, 32768, seed)
     plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=13312, sync="micro_batch")
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.066 * plan.bound
 
 
@@ -371,7 +374,7 @@ def test_two_sequences_share_a_few_ranks_where_each_alone_would_leave_them_early
     random = Random(seed)
     lengths = [FAMILIES["github"].draw(random) for _ in range(32)]
     plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192, sync="micro_batch")
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.1 * plan.bound
 
 
@@ -380,7 +383,7 @@ def test_where_exchange_is_free_and_launches_are_not_all_ranks_take_all() -> Non
     lengths = [3000 + 37 * i % 9000 for i in range(33)]
     cost = hcp.CostModel(exchange=0, launch=10**9)
     plan = hcp.plan(lengths, ranks=16, max_tokens_per_rank=8192, sync="micro_batch", cost=cost)
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert plan.makespan <= 1.001 * plan.bound
 
 
@@ -394,7 +397,7 @@ def test_a_step_of_hundreds_of_micro_batches_is_planned_near_its_bound() -> None
         sync="micro_batch",
         cost=hcp.CostModel(launch=0),
     )
-    hcp.check_plan(plan, lengths)
+    check_plan(plan, lengths)
     assert len(plan.micro_batches) > 150
     assert plan.makespan <= 1.01 * plan.bound
 
@@ -497,7 +500,7 @@ def broken(change: Any) -> dict[str, Any]:
 )
 def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
     with pytest.raises(hcp.HcpError, match=message):
-        hcp.check_plan(broken(change))
+        check_plan(broken(change))
 
 
 @pytest.mark.parametrize(
@@ -530,9 +533,9 @@ def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
 def test_the_check_finds_ranks_that_a_group_may_not_have(
     good: dict[str, Any], bad: dict[str, Any], message: str
 ) -> None:
-    hcp.check_plan(good)
+    check_plan(good)
     with pytest.raises(hcp.HcpError, match=message):
-        hcp.check_plan(bad)
+        check_plan(bad)
 
 
 GROUP = {"first_rank": 0, "degree": 1, "sequences": [0]}
@@ -571,7 +574,7 @@ GROUP = {"first_rank": 0, "degree": 1, "sequences": [0]}
 )
 def test_what_is_no_plan_is_refused_by_the_check_and_as_a_plan(data: Any, message: str) -> None:
     with pytest.raises(hcp.HcpError, match=message):
-        hcp.check_plan(data)
+        check_plan(data)
     with pytest.raises(ValueError, match=message):
         hcp.Plan.from_dict(data)
 
@@ -594,11 +597,11 @@ def test_plain_data_with_a_table_of_another_shape_is_no_plan(table: Any) -> None
 
 def test_the_bound_takes_the_limits_of_a_plan_and_no_others() -> None:
     request: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 64, "sync": "micro_batch"}
-    assert hcp.lower_bound([60, 9], **request) == hcp.plan([60, 9], **request).bound
+    assert lower_bound([60, 9], **request) == hcp.plan([60, 9], **request).bound
     with pytest.raises(ValueError, match=r"^nodes is unknown, expected .*, min_degree"):
-        hcp.lower_bound([60, 9], **request, nodes=1)
+        lower_bound([60, 9], **request, nodes=1)
     with pytest.raises(ValueError, match=r"^effort is 0, expected 1 to 1000"):
-        hcp.lower_bound([60, 9], **request, effort=0)
+        lower_bound([60, 9], **request, effort=0)
 
 
 def test_more_effort_proves_that_ranks_are_idle_beside_unlike_sequences() -> None:
@@ -607,17 +610,17 @@ def test_more_effort_proves_that_ranks_are_idle_beside_unlike_sequences() -> Non
     lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
     request: dict[str, Any] = {"ranks": 8, "max_tokens_per_rank": 1000, "sync": "micro_batch"}
     plan = hcp.plan(lengths, **request)
-    assert 1.02 * plan.bound <= hcp.lower_bound(lengths, **request, effort=2) <= plan.makespan
+    assert 1.02 * plan.bound <= lower_bound(lengths, **request, effort=2) <= plan.makespan
 
 
 def test_a_long_sequence_costs_more_in_lockstep_than_its_share() -> None:
     """The sharper bound of a batch of hundreds, too, and the same whenever it is asked for."""
     lengths = spread(128, 8192, 65536, 0)
     request: dict[str, Any] = {"ranks": 32, "max_tokens_per_rank": 8192, "sync": "micro_batch"}
-    bound = hcp.lower_bound(lengths, **request, effort=2)
+    bound = lower_bound(lengths, **request, effort=2)
     plan = hcp.plan(lengths, **request)
     assert 1.015 * plan.bound <= bound <= plan.makespan <= 1.04 * bound
-    assert hcp.lower_bound(lengths, **request, effort=2) == bound
+    assert lower_bound(lengths, **request, effort=2) == bound
 
 
 @pytest.mark.parametrize(
@@ -650,7 +653,7 @@ def test_plans_come_ahead_in_order_and_off_the_main_thread() -> None:
         return hcp.plan(lengths, ranks=4, max_tokens_per_rank=64)
 
     batches = [[i + 1] * 9 for i in range(20)]
-    with hcp.PlanAhead(batches, prepare) as steps:
+    with PlanAhead(batches, prepare) as steps:
         seen = [(lengths, list(plan.lengths)) for lengths, plan in steps]
     assert seen == [(lengths, lengths) for lengths in batches]
     assert len(threads) == 1
@@ -663,7 +666,7 @@ def test_what_the_loader_raises_comes_behind_the_batches_before_it() -> None:
         yield [2]
         raise OSError("the disk is gone")
 
-    with hcp.PlanAhead(batches(), lambda lengths: sum(lengths), depth=2) as steps:
+    with PlanAhead(batches(), lambda lengths: sum(lengths), depth=2) as steps:
         assert next(steps) == ([1], 1)
         assert next(steps) == ([2], 2)
         with pytest.raises(OSError, match="the disk is gone"):
@@ -674,7 +677,7 @@ def test_what_the_loader_raises_comes_behind_the_batches_before_it() -> None:
 def test_after_close_there_are_no_more_batches() -> None:
     loaded = []
     batches = (loaded.append(i) or [i] for i in range(1, 9))
-    steps = hcp.PlanAhead(batches, len)
+    steps = PlanAhead(batches, len)
     next(steps)
     steps.close()
     assert list(steps) == []
@@ -717,7 +720,7 @@ def test_what_planning_raises_reaches_the_trainer_with_its_batch() -> None:
     def prepare(lengths: list[int]) -> hcp.Plan:
         return hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)
 
-    with hcp.PlanAhead([[5], [500], [6]], prepare) as steps:
+    with PlanAhead([[5], [500], [6]], prepare) as steps:
         assert next(steps)[0] == [5]
         with pytest.raises(ValueError, match=r"lengths\[0\] is 500"):
             next(steps)

@@ -17,7 +17,8 @@ from hcp.exchange.layout import Layout
 from hcp.exchange.sizes import STAGE_ROWS
 from hcp.planning.cost import Table
 from hcp.planning.limits import allowed_degrees, rows_held, rows_up_to
-from hcp.planning.replay import Machine, replay
+from hcp.planning.plan import Group
+from hcp.tools.replay import Machine, replay
 
 SEEDS = st.integers(0, 2**32)
 HEADS = [(1, 1), (8, 2), (6, 3), (5, 5), (32, 8), (24, 2), (3, 1)]
@@ -32,7 +33,7 @@ def drawn_plan(seed: int) -> hcp.Plan | None:
         return None
 
 
-def groups_of(plan: hcp.Plan) -> list[hcp.Group]:
+def groups_of(plan: hcp.Plan) -> list[Group]:
     return [group for batch in plan.micro_batches for group in batch]
 
 
@@ -52,7 +53,7 @@ def test_nodes_allow_what_one_holds_or_whole_ones(ranks: int, node: int) -> None
     expected = [d for d in range(1, ranks + 1) if not node or d <= node or d % node == 0]
     assert allowed_degrees(range(1, ranks + 1), node) == expected
     for first in range(ranks):
-        group = hcp.Group(first, ranks, ())
+        group = Group(first, ranks, ())
         assert _core.nodes_of(first, ranks, node) == plan_prices.nodes_of(group, node)
 
 
@@ -144,9 +145,9 @@ def test_the_core_takes_the_times_of_a_machine_in_its_order() -> None:
 def test_a_group_that_the_plan_has_not_is_refused() -> None:
     plan = hcp.plan([8, 9], ranks=2, max_tokens_per_rank=16)
     with pytest.raises(ValueError, match=r"sequences\[1\] is 2, expected 0 to 1"):
-        plan.group_times(hcp.Group(0, 1, (0, 2)))
+        plan.group_times(Group(0, 1, (0, 2)))
     with pytest.raises(ValueError, match="a group has 2 ranks from rank 1 on, expected some of"):
-        plan.group_times(hcp.Group(1, 2, (0,)))
+        plan.group_times(Group(1, 2, (0,)))
 
 
 # ---- comm types ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hcp
-from hcp.planning.replay import Machine, replay
+from hcp.tools.replay import Machine, replay
 
 
 def plan_of(

@@ -26,8 +26,9 @@ from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_argumen
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
 from hcp.cli.measure_memory import MeasuredMemory, conclude_memory, measure_memory
-from hcp.planning.memory_fit import Peak, fit_peaks, fit_shared
 from hcp.programs import launch
+from hcp.tools.check import check_plan
+from hcp.tools.memory_fit import Peak, fit_peaks, fit_shared
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
 
@@ -214,7 +215,7 @@ def test_measured_times_become_a_file_that_plans(
     cost = hcp.CostModel.load(out)
     assert cost.kernels == ("flash_attn_4", "torch")
     plan = hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost)
-    hcp.check_plan(plan)
+    check_plan(plan)
     assert plan.kernels == cost.kernels
 
 

@@ -26,9 +26,11 @@ from hcp.cli import doctor
 from hcp.cli.simulate import parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.drawing import timeline_svg
+from hcp.planning.plan import Group
 from hcp.planning.timeline import chrome_trace, timeline
 from hcp.programs.families import FAMILIES
 from hcp.step import backends
+from hcp.tools.check import check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
@@ -65,7 +67,7 @@ def test_the_timeline_runs_each_sequence_once_and_ends_at_the_makespan(plan: hcp
     assert sorted(s for box in boxes for s in box.sequences) == list(range(len(plan.lengths)))
     for box in boxes:
         for i, end in enumerate(box.ends):
-            first = hcp.Group(box.first_rank, box.degree, box.sequences[: i + 1])
+            first = Group(box.first_rank, box.degree, box.sequences[: i + 1])
             assert end - box.start == plan.group_time(first)
         assert box.end == box.ends[-1]
 
@@ -169,7 +171,7 @@ def test_plan_gives_data_pictures_and_a_trace(tmp_path: Path, capsys: Capture) -
     outputs = ["--trace", str(trace), "--svg", str(svg), "--html", str(page)]
     assert main(["plan", *argv, *outputs, *LIMITS]) == 0
     plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
-    hcp.check_plan(plan)
+    check_plan(plan)
     assert len(plan.lengths) == 40
     assert max(plan.lengths) == 700
     assert json.loads(trace.read_text()) == chrome_trace(plan)

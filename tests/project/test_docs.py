@@ -37,6 +37,7 @@ from pathlib import Path
 import pytest
 from support import readme_example
 from support.doc_blocks import run_blocks, run_on_rank
+from support.public_names import public_names, value_of
 from support.ranks import Finished, run_alone, run_module, run_ranks
 
 import hcp
@@ -432,7 +433,7 @@ def taken_by(call: Callable[..., object]) -> list[str]:
     return [*inspect.signature(call).parameters]["." in call.__qualname__ :]
 
 
-PUBLIC = {name: getattr(hcp, name) for name in hcp.__all__}
+PUBLIC = {name.rpartition(".")[2]: value_of(name) for name in public_names()}
 CALLED = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 CALLED |= {
     f"{'cp' if cls is hcp.ContextParallelHandler else owner}.{name}": call

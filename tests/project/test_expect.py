@@ -12,13 +12,15 @@ import torch
 
 import hcp
 from hcp._validate import expect_size
+from hcp.exchange.layout import Layout
 from hcp.planning.cost import Table
 from hcp.planning.memory import MemoryModel
+from hcp.tools.choose import EvalChoice, choose_eval_context_parallel
 
 
-def choose(**changes: Any) -> hcp.EvalChoice:
+def choose(**changes: Any) -> EvalChoice:
     request: dict[str, Any] = {"num_samples": 4, "lengths": 4, "ranks": 4, "train_cp": 4}
-    return hcp.choose_eval_context_parallel(**(request | changes))
+    return choose_eval_context_parallel(**(request | changes))
 
 
 ENTRANCES: dict[str, Callable[[Any], Any]] = {
@@ -46,7 +48,7 @@ ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "ranks of a plan": lambda four: hcp.plan([9], ranks=four, max_tokens_per_rank=9).ranks,
     "effort": lambda four: hcp.plan([9], ranks=4, max_tokens_per_rank=9, effort=four).ranks,
     "lengths": lambda four: hcp.plan([four], ranks=1, max_tokens_per_rank=9).lengths[0],
-    "rank": lambda four: hcp.Layout(hcp.plan([9], ranks=5, max_tokens_per_rank=9), 0, four).rank,
+    "rank": lambda four: Layout(hcp.plan([9], ranks=5, max_tokens_per_rank=9), 0, four).rank,
 }
 
 

@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import hcp
+from hcp.exchange.layout import Layout
 
 TYPES = ("p2p", "all_gather", "a2a")
 
@@ -51,7 +52,7 @@ def masked_loss(groups: Any, ranks: int, masked: int | None) -> tuple[float, Ten
     plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
     held: set[tuple[int, int]] = set()
     if masked is not None:
-        spans = hcp.Layout(plan, 0, masked % ranks).spans if masked >= 0 else []
+        spans = Layout(plan, 0, masked % ranks).spans if masked >= 0 else []
         held = {(s, t) for s, start, rows in spans for t in range(start, start + rows)}
     everything = masked == -1
     samples = [
@@ -85,7 +86,7 @@ def test_all_rows_of_a_rank_masked() -> None:
     total, grad = sum(r[0] for r in results), sum(r[1] for r in results)
 
     def on_one_rank(groups: Any) -> tuple[float, Tensor]:
-        spans = hcp.Layout(
+        spans = Layout(
             hcp.plan((24, 10), ranks=3, max_tokens_per_rank=40, min_degree=3), 0, 1
         ).spans
         held = {(s, t) for s, start, rows in spans for t in range(start, start + rows)}

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.public_names import public_names, value_of
 
 import hcp
 
@@ -36,9 +37,20 @@ def file_of(module: str) -> Path:
 
 
 def test_the_page_of_public_names_lists_each_once_and_no_other() -> None:
-    page = (ROOT / "docs/reference/api.md").read_text()
-    named = re.findall(r"^\| `hcp\.(\w+)", page, re.MULTILINE)
-    assert sorted(named) == sorted(hcp.__all__)
+    named = public_names()
+    assert len({*named}) == len(named)
+    assert sorted(name[4:] for name in named if name.count(".") == 1) == sorted(hcp.__all__)
+    assert [
+        name for name in named if not callable(value_of(name)) and name != "hcp.COMM_TYPES"
+    ] == []
+
+
+@pytest.mark.parametrize("name", sorted(hcp._OLD))
+def test_a_name_that_moved_into_its_module_is_found_with_a_warning(name: str) -> None:
+    home = f"hcp.{hcp._OLD[name]}.{name}"
+    assert home in public_names()
+    with pytest.warns(DeprecationWarning, match=rf"hcp\.{name} is now {re.escape(home)}$"):
+        assert getattr(hcp, name) is value_of(home)
 
 
 def test_the_page_of_support_names_the_modules_of_trainers() -> None:

@@ -34,8 +34,10 @@ from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages, rules
 from hcp.rebinding.closed import is_open_function
+from hcp.rebinding.derived import register_derived
 from hcp.rebinding.looks import own_attributes
 from hcp.rebinding.places import places
+from hcp.rebinding.rebind import find_slots
 from hcp.rebinding.records import _contents
 
 
@@ -275,7 +277,7 @@ def test_hooks_and_attributes_of_tensors_are_switched(layouts):
         check(model, layouts, model.layer.groups, [layouts[1].cp] * 6 + [4], strict=True)
     assert model.layer.groups() == [layouts[0].cp] * 6 + [1]
     assert "model.layer._forward_pre_hooks[0].<group>" in {
-        slot.path for slot in hcp.find_slots(model, *layouts)
+        slot.path for slot in find_slots(model, *layouts)
     }
 
 
@@ -557,14 +559,14 @@ def test_a_value_that_the_training_layout_does_not_give_is_left_and_reported(lay
 def test_the_table_of_names_can_be_extended(layouts, monkeypatch):
     monkeypatch.setattr(hcp.rebinding.derived, "DERIVED", dict(hcp.rebinding.derived.DERIVED))
     model = Model(layouts[0], shards=1, _shards=1)
-    hcp.register_derived("shards", "cp", "size")
+    register_derived("shards", "cp", "size")
     check(model, layouts, lambda: (model.shards, model._shards), (4, 4))
     with pytest.raises(ValueError, match="kind is 'sizes', expected one of size, rank"):
-        hcp.register_derived("shards", "cp", "sizes")
+        register_derived("shards", "cp", "sizes")
     with pytest.raises(ValueError, match="role is 'ccp', expected one of"):
-        hcp.register_derived("shards", role="ccp")
+        register_derived("shards", role="ccp")
     with pytest.raises(ValueError, match="name is '_', expected the name of an attribute"):
-        hcp.register_derived("_")
+        register_derived("_")
     with pytest.raises(ValueError, match=r"caches is 'cos', expected a tuple of names: \('cos',\)"):
         rules.register_rebind(MambaContext, caches="cos")
     with pytest.raises(ValueError, match="has rebuild and attributes, expected one of them"):
@@ -1077,8 +1079,8 @@ def test_a_stranger_elsewhere_is_found_and_named_though_it_answers_no_question(l
 def test_a_stranger_in_the_model_is_switched_though_it_answers_no_question(layouts, kind):
     model = Model(layouts[0], cp_size=1)
     model.strangers = [kind(layouts[0].cp)]
-    before = len(hcp.find_slots(Model(layouts[0], cp_size=1), *layouts))
-    assert len(hcp.find_slots(model, *layouts)) == before + 1
+    before = len(find_slots(Model(layouts[0], cp_size=1), *layouts))
+    assert len(find_slots(model, *layouts)) == before + 1
     for strict in (False, True):
         with hcp.eval_cp_context(model, *layouts, strict=strict):
             assert own_attributes(model.strangers[0]) == {"held": layouts[1].cp}
@@ -1466,7 +1468,7 @@ def test_a_name_that_is_registered_between_two_contexts_counts(layouts, monkeypa
     monkeypatch.setattr(hcp.rebinding.derived, "DERIVED", dict(hcp.rebinding.derived.DERIVED))
     model = Model(layouts[0], shards=1)
     check(model, layouts, lambda: model.shards, 1)
-    hcp.register_derived("shards", "cp", "size")
+    register_derived("shards", "cp", "size")
     walks = count_walks(monkeypatch)
     for _ in range(2):
         check(model, layouts, lambda: model.shards, 4)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import hcp
 import hcp.step.backends
+from hcp.exchange.layout import Layout
 from hcp.planning.limits import bytes_up_to, divisors, rows_up_to
 from hcp.step.config import Config, add_arguments
 
@@ -370,9 +371,7 @@ def test_every_plan_keeps_to_the_memory():
         plan = tight.plan(lengths, ranks=4)
         assert plan.memory == TEN_A_ROW
         rows = [
-            hcp.Layout(plan, k, rank).rows
-            for k in range(len(plan.micro_batches))
-            for rank in range(4)
+            Layout(plan, k, rank).rows for k in range(len(plan.micro_batches)) for rank in range(4)
         ]
         assert 0 < max(rows) <= 6
 

@@ -1,4 +1,4 @@
-"""hcp.fit_memory: what steps take is measured, and plans then keep to it."""
+"""hcp.tools.memory.fit_memory: what steps take is measured, and plans then keep to it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.memory import Alone, allocated
 from torch import Tensor, nn
 
 import hcp
+from hcp.tools.memory import fit_memory
 
 WIDTH, VOCABULARY = 32, 400
 
@@ -40,7 +41,7 @@ class Counter:
 def test_each_number_of_rows_runs_once_before_it_is_measured() -> None:
     counter = Counter()
     options: Any = {"limit": 100_000, "allocated": counter.allocated}
-    model = hcp.fit_memory(counter.step, [8, 2, 4, 4], **options)
+    model = fit_memory(counter.step, [8, 2, 4, 4], **options)
     assert counter.calls == [("step", n) for n in (2, 2, 4, 4, 8, 8)]
     assert model == hcp.MemoryModel(activation=50, limit=99_000)
 
@@ -48,7 +49,7 @@ def test_each_number_of_rows_runs_once_before_it_is_measured() -> None:
 def test_a_forward_tells_activations_from_logits() -> None:
     counter = Counter()
     options: Any = {"limit": 100_000, "allocated": counter.allocated, "gathered": 7}
-    model = hcp.fit_memory(counter.step, range(1, 4), forward=counter.forward, **options)
+    model = fit_memory(counter.step, range(1, 4), forward=counter.forward, **options)
     assert model == hcp.MemoryModel(activation=30, logit=20, gathered=7, limit=99_000)
     assert counter.calls[:3] == [("step", 1), ("forward", 1), ("step", 1)]
 
@@ -69,14 +70,14 @@ def test_what_cannot_be_fitted_is_refused(options: dict[str, Any], message: str)
     counter = Counter()
     given = {"rows": [1, 2, 3], "limit": 10**6, "allocated": counter.allocated, **options}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        hcp.fit_memory(counter.step, **given)
+        fit_memory(counter.step, **given)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 @pytest.mark.parametrize("options", [{}, {"limit": 5}, {"allocated": lambda call: (0, 0)}])
 def test_without_a_gpu_nothing_is_measured(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^torch sees no GPU, whose allocator counts"):
-        hcp.fit_memory(lambda rows: pytest.fail("a step was run"), [1, 2, 3], **options)
+        fit_memory(lambda rows: pytest.fail("a step was run"), [1, 2, 3], **options)
 
 
 def test_a_step_that_keeps_all_scores_is_refused() -> None:
@@ -87,7 +88,7 @@ def test_a_step_that_keeps_all_scores_is_refused() -> None:
         return counter.calls[-1][1] ** 2, 0
 
     with pytest.raises(ValueError, match="expected at most 10%"):
-        hcp.fit_memory(counter.step, [64, 128, 256], limit=10**9, allocated=bends)
+        fit_memory(counter.step, [64, 128, 256], limit=10**9, allocated=bends)
 
 
 class Model(nn.Module):
@@ -134,7 +135,7 @@ def test_planned_micro_batches_take_no_more_than_the_limit() -> None:
         (cp,) = handlers_of(plan_of([rows]))
         train(model, cp)
 
-    memory = hcp.fit_memory(step, [64, 128, 256, 384], limit=limit, allocated=allocated)
+    memory = fit_memory(step, [64, 128, 256, 384], limit=limit, allocated=allocated)
     rows = memory.limit // memory.activation
     lengths = [rows, rows // 2, rows // 3, rows // 7, rows // 7, 5, 1] + [rows // 9] * 10
     plan = plan_of(lengths, memory)

@@ -13,7 +13,7 @@ from support.cases import GlooGroups
 from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.exchange.layout import whole_cu_seqlens
+from hcp.exchange.layout import Layout, whole_cu_seqlens
 
 
 def all_handlers(groups: Any, lengths: Any, capacity: int = 24, **plan: Any) -> list[Any]:
@@ -301,7 +301,7 @@ def all_starts(cp: hcp.ContextParallelHandler) -> dict[int, list[int]]:
     """The starts of the spans of each sequence, on all ranks."""
     starts: dict[int, list[int]] = {}
     for rank in range(cp.layout.first_rank, cp.layout.first_rank + cp.degree):
-        for s, start, _ in hcp.Layout(cp.plan, cp.micro_batch, rank).spans:
+        for s, start, _ in Layout(cp.plan, cp.micro_batch, rank).spans:
             starts.setdefault(s, []).append(start)
     return starts
 
@@ -572,7 +572,7 @@ def test_more_tokens_in_a_group_than_int32_boundaries_can_name_are_refused(over:
     ((group,),) = plan.micro_batches
     assert len(group.sequences) == 2
     if over == 0:
-        assert whole_cu_seqlens(hcp.Layout(plan, 0, 3)).tolist() == [0, 2**30, 2**31 - 1]
+        assert whole_cu_seqlens(Layout(plan, 0, 3)).tolist() == [0, 2**30, 2**31 - 1]
         return
     transport = SimpleNamespace(rank=3, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"rank 3 has 2,147,483,648 tokens, expected <= 2,147,4"):

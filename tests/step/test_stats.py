@@ -11,7 +11,7 @@ import torch
 import hcp
 import hcp.step.dispatch as dispatch_file
 from hcp.planning.ahead import PlanningTime
-from hcp.step.stats import MeanMetrics, StepStats, stats_of
+from hcp.step.stats import MeanMetrics, StepStats, log_to, stats_of
 
 LENGTHS = [100, 37, 61, 8, 8, 5]
 
@@ -153,7 +153,7 @@ class Run:
 
 def test_the_callback_writes_to_every_kind_of_writer() -> None:
     board, run, seen = Board(), Run(), []
-    log = hcp.log_to(board, run, lambda metrics, step: seen.append((metrics, step)))
+    log = log_to(board, run, lambda metrics, step: seen.append((metrics, step)))
     step = hcp.loopback(4, dispatched)[0]
     log(step, 7)
     metrics = step.stats().metrics()
@@ -163,7 +163,7 @@ def test_the_callback_writes_to_every_kind_of_writer() -> None:
 
 def test_the_callback_writes_means_of_several_steps() -> None:
     run = Run()
-    log = hcp.log_to(run, every=2)
+    log = log_to(run, every=2)
     one = hcp.loopback(4, dispatched)[0].stats()
     for iteration, tokens in enumerate((100, 300, 500)):
         log(one._replace(tokens=tokens), iteration)
@@ -172,11 +172,11 @@ def test_the_callback_writes_means_of_several_steps() -> None:
 
 
 def test_the_callback_of_a_rank_without_writers_asks_for_nothing() -> None:
-    hcp.log_to()(object(), 0)  # type: ignore[arg-type]
+    log_to()(object(), 0)  # type: ignore[arg-type]
 
 
 def test_the_callback_refuses_what_it_cannot_write_to() -> None:
     with pytest.raises(ValueError, match="the writer is a int, expected add_scalar"):
-        hcp.log_to(3)
+        log_to(3)
     with pytest.raises(ValueError, match="every is 0, expected"):
-        hcp.log_to(every=0)
+        log_to(every=0)

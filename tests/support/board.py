@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import hcp
+from hcp.step.stats import StepStats
 
-METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
+METRICS = {f"hcp/{name}" for name in (*StepStats._fields, "plan_hidden")}
 
 
 class SummaryWriter:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 import hcp
 from hcp.planning.limits import rows_up_to
+from hcp.tools.check import check_plan
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
     outcome = Outcome([], [], [], [], {}, {}, [], [])
     steps = training.plan_steps(job, args.config, share(case.lengths, job.groups), job.groups)
     for step in steps:
-        hcp.check_plan(step.plan)
+        check_plan(step.plan)
         outcome.micro_batches.append(len(step))
         outcome.degrees += [g.degree for batch in step.plan.micro_batches for g in batch]
         if not outcome.losses:

@@ -1,7 +1,7 @@
 """Draw requests for a plan with every option mixed, and judge the result.
 
 The judge is written from the documents of :func:`hcp.plan`. It uses nothing of the core: no time,
-no row count and no simulation, and not :func:`hcp.check_plan`, which belongs to the library.
+no row count and no simulation, and not ``check_plan``, which belongs to the library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import hcp
 from hcp.planning.cost import Table
+from hcp.planning.plan import Group, lower_bound
+from hcp.tools.check import check_plan
 
 FULL_SPEED = 65_536
 """Slowness of the fastest rank."""
@@ -408,9 +410,9 @@ def judged(request: Request) -> str:
         return "refused"
     assert wrong is None, f"there is a plan in spite of {wrong}"
     judge(request, plan)
-    hcp.check_plan(plan, request["lengths"])
+    check_plan(plan, request["lengths"])
     assert hcp.plan(**request).checksum == plan.checksum
-    assert hcp.lower_bound(**request) == plan.bound
+    assert lower_bound(**request) == plan.bound
     assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
     return "plan"
 
@@ -445,7 +447,7 @@ def judge(request: Request, plan: hcp.Plan) -> None:
         assert plan.work == sum(time_of(request, i, 1) for i in range(len(lengths)))
 
 
-def _judge_group(request: Request, group: hcp.Group) -> None:
+def _judge_group(request: Request, group: Group) -> None:
     node = request["ranks_per_node"] or 0
     assert group.sequences
     assert group.degree in set(_allowed(request))
@@ -494,7 +496,7 @@ def makespan(request: Request, plan: hcp.Plan) -> int:
     return _piped(batches, request["ranks"], stages, chunks, _multiple(request))
 
 
-def _timed(request: Request, groups: tuple[hcp.Group, ...]) -> list[Timed]:
+def _timed(request: Request, groups: tuple[Group, ...]) -> list[Timed]:
     slowness = slowness_of(request)
     timed = []
     for first, degree, sequences in groups:

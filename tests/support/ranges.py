@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import hcp
+from hcp.step.dispatch import Passage
 
 TRAINING = {
     "hcp: gather_lengths",
@@ -29,7 +30,7 @@ EVALUATION = {"hcp: rebind", "hcp: evaluate", "hcp: restore"}
 def run_step(groups: Any, within: AbstractContextManager[Any], device: str = "cpu") -> None:
     """Run two micro-batches on two ranks, in turn. The first rank is within the context."""
 
-    def make(share: Any, passage: hcp.Passage) -> hcp.Step:
+    def make(share: Any, passage: Passage) -> hcp.Step:
         lengths, sources, samples = hcp.gather_lengths(share, passage)
         plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=8, min_degree=2)
         return hcp.dispatch(plan, samples, sources, groups, passage=passage)

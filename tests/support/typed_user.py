@@ -13,15 +13,18 @@ from typing import Literal, assert_type
 from torch import Tensor, nn
 
 import hcp
+from hcp.planning.plan import Group, lower_bound
+from hcp.planning.report import Report
+from hcp.rebinding.rebind import Audit
 
 
 def plans(lengths: list[int], counted: Tensor) -> None:
     plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=4096, sync="micro_batch", degrees="pow2")
     assert_type(plan, hcp.Plan)
     assert_type(hcp.plan(counted, ranks=8, max_tokens_per_rank=4096), hcp.Plan)
-    assert_type(hcp.lower_bound(lengths, ranks=8, max_tokens_per_rank=4096), int)
-    assert_type(plan.report(), hcp.Report)
-    assert_type(plan.micro_batches[0][0], hcp.Group)
+    assert_type(lower_bound(lengths, ranks=8, max_tokens_per_rank=4096), int)
+    assert_type(plan.report(), Report)
+    assert_type(plan.micro_batches[0][0], Group)
     assert_type(hcp.CostModel.preset("gpt-1b-h200"), hcp.CostModel)
     hcp.plan(lengths, ranks=8, max_tokens_per_rank=4096, sync="steps")  # type: ignore[arg-type]
     hcp.plan(lengths, ranks=8, max_tokens_per_rank=4096, degrees="odd")  # type: ignore[arg-type]
@@ -64,7 +67,7 @@ def evaluates(model: nn.Module, train: hcp.ProcessGroups, evaluate: Callable[[],
     assert_type(groups, hcp.ProcessGroups)
     with hcp.eval_cp_context(model, train, groups):
         evaluate()
-    assert_type(hcp.audit(model, train, groups), hcp.Audit)
+    assert_type(hcp.audit(model, train, groups), Audit)
 
 
 def is_late(error: hcp.HcpError) -> bool:

@@ -31,6 +31,7 @@ from hcp.integrations.torchtitan.batches import (
 )
 from hcp.integrations.torchtitan.checks import alignment_of, check_supported
 from hcp.integrations.torchtitan.experts import StandIns
+from hcp.step.ahead import Read
 from hcp.step.fields import Given
 
 
@@ -122,10 +123,10 @@ class ContextParallelTrainer(Trainer):
         waiting: deque[_Read] = deque()
         collator = collator_of(self.planner, self.groups, alignment=self.alignment)
 
-        def shares() -> Iterator[hcp.Read[Given]]:
+        def shares() -> Iterator[Read[Given]]:
             for read in self._read(super_batches):
                 waiting.append(read)
-                yield hcp.Read(collator.samples_of(documents_of(*read.batch)))
+                yield Read(collator.samples_of(documents_of(*read.batch)))
 
         super_batches = super().batch_generator(data_iterable)
         steps = collator.planner.steps(shares(), self.groups)

@@ -202,7 +202,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return mean
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, the metrics of `hcp.StepStats`: means over the steps since the last
+        """Log, with the loss, the metrics of `StepStats`: means over the steps since the last
         log, on this rank."""
         if "loss" in logs:
             logs |= self._means.take()

@@ -78,7 +78,7 @@ class PaddedTrainer:
         return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, the metrics of `hcp.StepStats`: means over the forwards that have
+        """Log, with the loss, the metrics of `StepStats`: means over the forwards that have
         trained since the last log, on this rank."""
         if "loss" in logs:
             logs |= self._means.take()

@@ -84,7 +84,7 @@ def check_args(args: Any, config: Config) -> None:
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
             "--eval-context-parallel-size is auto, expected a number: ask "
-            "hcp.choose_eval_context_parallel with the lengths of the evaluation"
+            "hcp.tools.choose.choose_eval_context_parallel with the lengths of the evaluation"
         )
     stages = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     config.validate(

@@ -232,7 +232,7 @@ def check_config(config: Config) -> None:
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
             "eval_context_parallel_size is 'auto', expected a number: ask "
-            "hcp.choose_eval_context_parallel with the lengths of the evaluation"
+            "hcp.tools.choose.choose_eval_context_parallel with the lengths of the evaluation"
         )
 
 

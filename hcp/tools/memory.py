@@ -10,7 +10,7 @@ import torch
 
 from hcp._validate import expect_items, expect_sizes
 from hcp.planning.memory import MemoryModel
-from hcp.planning.memory_fit import Peak, Shared, expect_close, fit_peaks
+from hcp.tools.memory_fit import Peak, Shared, expect_close, fit_peaks
 
 Work = Callable[[int], object]
 """Computes so many rows of one rank."""

@@ -108,7 +108,7 @@ def choose_eval_context_parallel(
             divisible.
 
     Returns:
-        An :class:`hcp.EvalChoice`, with the reason and all candidates.
+        An :class:`hcp.tools.choose.EvalChoice`, with the reason and all candidates.
 
     Raises:
         ValueError: nothing fits.
