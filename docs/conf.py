@@ -7,6 +7,8 @@ parts on the front page, a page for each public name, and the links of names in 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -164,7 +166,7 @@ def add_parts(app: Any, page: str, source: list[str]) -> None:
         source[0] += directive("toctree", ":hidden:", ":glob:", "", "*", "superseded/*")
     if page == "docs/reference/api":
         source[0] += "\n## Parameters, units and errors\n\nA page for each name.\n"
-        named = [f"   hcp.{name}" for name in documented()]
+        named = [f"   {name}" for name in documented()]
         source[0] += in_rst(".. autosummary::", "   :toctree: names", "", *named)
 
 
@@ -267,10 +269,15 @@ def full_name(text: str) -> str:
     if first == "hcp":
         return f"hcp.{rest}"
     owner = OWNERS.get(first, first) if dot else first
-    home = next((name for name in documented() if name.endswith(f".{owner}")), "")
-    return (
-        f"{home}{dot}{rest}" if home and (owner[:1].isupper() or owner not in hcp.__all__) else ""
-    )
+    home = homes().get(owner, "")
+    found = owner[:1].isupper() or (home and home != f"hcp.{owner}")
+    return f"{home}{dot}{rest}" if home and found else ""
+
+
+@functools.cache
+def homes() -> dict[str, str]:
+    """Public names with their modules, by themselves."""
+    return {name.rpartition(".")[2]: name for name in documented()}
 
 
 def linked_already(node: nodes.Node) -> bool:

@@ -1,6 +1,6 @@
 """The layers: includes, imports and symbols of the built libraries point down only.
 
-integrations, demo, cli
+integrations, demo, cli, tools
 hcp
 csrc/python, csrc/torch
 csrc/bounds, csrc/cpu, csrc/cuda, csrc/nccl
@@ -105,7 +105,7 @@ def test_bounds_include_only_plain_c_and_the_core() -> None:
 
 
 def test_cpu_kernels_include_only_plain_c_the_contracts_and_the_error_helper() -> None:
-    assert unexpected("cpu", PLAIN, r"hcp/(hcp|kernels|index|fail)\.h") == {}
+    assert unexpected("cpu", PLAIN, r"hcp/(hcp|kernels|index|merging|fail)\.h") == {}
 
 
 def test_public_headers_include_only_plain_c_and_each_other() -> None:
@@ -127,7 +127,7 @@ def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contra
 
 def test_cuda_kernels_include_only_cudas_runtime_plain_c_and_the_contracts() -> None:
     cuda = r"cuda_(runtime|bf16|fp16)\.h"
-    assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index|signal|fail)\.h") == {}
+    assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index|merging|signal|fail)\.h") == {}
 
 
 def test_the_exchange_by_nccl_includes_only_plain_c_the_loader_the_clock_and_the_contract() -> None:
@@ -308,7 +308,7 @@ def imports(source: str, package: tuple[str, ...]) -> set[str]:
 
 def library_files() -> list[Path]:
     """Every Python file of the library itself: not the integrations and the programs."""
-    outside = {"integrations", "demo", "cli", "programs", "__main__.py"}
+    outside = {"integrations", "demo", "cli", "programs", "tools", "__main__.py"}
     return [
         path
         for path in sorted((ROOT / "hcp").rglob("*.py"))
@@ -333,8 +333,8 @@ def test_the_library_imports_no_trainer() -> None:
     assert importers(TRAINERS, library_files()) == {}
 
 
-def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
-    found = importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files())
+def test_the_library_imports_neither_program_nor_tool_nor_integration() -> None:
+    found = importers({"hcp.demo", "hcp.cli", "hcp.tools", "hcp.integrations"}, library_files())
     assert found == {
         # A backend by name, imported when it is asked for: nobody has to import it before.
         "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
