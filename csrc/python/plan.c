@@ -690,9 +690,10 @@ static PyObject *plan_cross(PyObject *self, PyObject *args, PyObject *kwargs) {
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:cross", keywords, &place[0], &place[1],
                                    &keys_object, &keys_batch, &sides[0], &sides[1]) ||
-      place_from(place, &queries.micro_batch, &rank) < 0 ||
-      (keys.plan = hcp_py_plan(module_of(self), keys_object)) == NULL ||
-      hcp_py_int32(keys_batch, "keys_micro_batch", &keys.micro_batch) < 0 ||
+      place_from(place, &queries.micro_batch, &rank) < 0)
+    return NULL;
+  keys.plan = hcp_py_plan(module_of(self), keys_object);
+  if (keys.plan == NULL || hcp_py_int32(keys_batch, "keys_micro_batch", &keys.micro_batch) < 0 ||
       hcp_py_int64(sides[0], "left", &left) < 0 || hcp_py_int64(sides[1], "right", &right) < 0)
     return NULL;
   HCP_PY_WITHOUT_GIL(self, status,
