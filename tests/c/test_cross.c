@@ -145,13 +145,15 @@ static void keys_seen(int32_t sequence, int64_t token, int64_t left, int64_t rig
   *end = right < 0 || at + right >= last ? last : at + right + 1;
 }
 
-/* Checks the keys of a query row against those that its entry names. */
+/* Checks the keys of a query row against those that its entry names. A query without keys is in
+ * none. */
 static void check_query(const one_rank *own, int64_t row, int64_t sequence, int64_t begin,
                         int64_t end) {
   int64_t met = 0;
   for (int64_t i = 0; i < records(own->table, HCP_CROSS_ENTRIES); i++) {
     const int64_t *x = section(own->table, HCP_CROSS_ENTRIES) + 6 * i;
     if (row < x[0] || row >= x[0] + x[1]) continue;
+    CHECK(begin < end);
     for (int64_t k = 0; k < x[3]; k++) {
       if (k - (row - x[0]) < x[4] || k - (row - x[0]) > x[5]) continue;
       CHECK_INT(own->output[x[2] + k], name_of(sequence, begin + met));
