@@ -97,19 +97,21 @@ static hcp_status expect_block(const block *b, hcp_error *err) {
 /* ---- the tables ---- */
 
 static int64_t *section_of(hcp_table *table, int32_t s) {
-  return table->words + table->words[2 + 2 * s];
+  return table->words + table->words[HCP_TABLE_HEADER + 2 * s];
 }
 
 static hcp_table *allocate(const int64_t sizes[HCP_FIXED_SECTION_COUNT]) {
-  int64_t words = 2 + 2 * HCP_FIXED_SECTION_COUNT, at = words;
+  int64_t words = HCP_TABLE_HEADER + 2 * HCP_FIXED_SECTION_COUNT, at = words;
   for (int32_t s = 0; s < HCP_FIXED_SECTION_COUNT; s++) words += sizes[s];
   hcp_table *table = calloc(1, sizeof *table + (size_t)words * sizeof *table->words);
   if (table == NULL) return NULL;
   table->words = (int64_t *)(table + 1);
   table->word_count = words;
+  table->header_words = HCP_TABLE_HEADER;
+  int64_t *heads = table->words + HCP_TABLE_HEADER;
   for (int32_t s = 0; s < HCP_FIXED_SECTION_COUNT; s++) {
-    table->words[2 + 2 * s] = at;
-    table->words[3 + 2 * s] = sizes[s];
+    heads[2 * s] = at;
+    heads[2 * s + 1] = sizes[s];
     at += sizes[s];
   }
   return table;

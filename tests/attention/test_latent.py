@@ -381,7 +381,7 @@ def test_rows_of_a_launch_that_no_entry_names_do_not_reach_the_parameters() -> N
     launch, up = packed([Block(3, 5), Block(2, 4, (0, 3))]), Up(4)
 
     class Ones:
-        dtypes, launches = (torch.float64,), None
+        dtypes, packs = (torch.float64,), True
 
         def backward(self, launch: Any, grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
             _, query, key, value = given[:4]

@@ -291,7 +291,7 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
             "out is /none/such/cost.json, expected a file that can be written: No such",
         ),
         (["--cp-comm-type", "auto"], "cp_comm_type is 'auto', which goes by the prices"),
-        (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, fla"),
+        (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, tor"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
         (["--vocab-size", "263"], "vocab_size is 263, expected >= 264: tokens of the data"),
         (["--memory", "--memory-share", "0"], "memory_share is 0.0, expected a part of the memory"),

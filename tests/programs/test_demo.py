@@ -282,7 +282,7 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
             ["--cp-comm-type", "ring"],
             "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a, a2a+p2p, auto",
         ),
-        (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, fla"),
+        (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, tor"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
         (["--window-size", "3,-2"], "window_size is (3, -2), expected (left, right) in tokens"),
         (
