@@ -107,7 +107,8 @@ def test_a_batch_of_equal_lengths_attends_as_its_rows_do(qkv_format: str) -> Non
             batch = [x.transpose(0, 1) for x in batch]
         out = cp.attention(*batch, expand=up, qkv_format=qkv_format)
         out = out.transpose(0, 1) if qkv_format == "sbhd" else out
-        assert torch.equal(out.flatten(0, 1), want)
+        # BLAS may sum in another order where rows lie otherwise in memory.
+        assert float((out.flatten(0, 1) - want).detach().abs().max()) < 1e-12
 
     hcp.loopback(2, check)
 
