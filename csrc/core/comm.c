@@ -148,9 +148,9 @@ static hcp__wide exposed(const priced *g, hcp__wide moved, hcp__wide hidden) {
 static hcp__wide ring(const priced *g, moving price, int64_t inner) {
   int64_t places = g->degree / inner, calls = g->layer->packed ? 1 : g->group->sequences;
   hcp__wide share = attention_share(g, inner), moved = product(price.keys, g->tokens);
-  moved = product(moved, copies_of(g, inner).most * (places - 1));
+  moved = product(moved, (hcp__wide)copies_of(g, inner).most * (places - 1));
   moved = product(moved, (hcp__wide)LAUNCHES * g->degree * inner * g->per_key);
-  hcp__wide hidden = product(share, inner * (places - 1));
+  hcp__wide hidden = product(share, (hcp__wide)inner * (places - 1));
   hcp__wide time = sum(product(share, g->degree), exposed(g, moved, hidden));
   return sum(time, fixed(g, places - 1, (places - 1) * calls));
 }
@@ -172,7 +172,8 @@ static hcp__wide gather(const priced *g, moving price) {
   hcp__wide moved =
       product(product(price.keys, rows), (hcp__wide)LAUNCHES * g->degree * g->layer->query_heads);
   int64_t stages = 1, most = hcp__least(HCP_SCHEDULE_GATHERS_MAX, g->group->sequences);
-  while (stages < most && rows >= product((stages + 1) * g->degree, g->stage_rows)) stages++;
+  while (stages < most && rows >= product((hcp__wide)(stages + 1) * g->degree, g->stage_rows))
+    stages++;
   int64_t calls = g->layer->packed ? stages : g->group->sequences; /* each is in one stage */
   hcp__wide time = sum(product(share, g->degree), exposed(g, moved, share));
   return sum(time, fixed(g, stages, calls));
@@ -180,7 +181,7 @@ static hcp__wide gather(const priced *g, moving price) {
 
 static hcp__wide exchange_of_heads(const priced *g, moving price, int64_t inner) {
   int64_t heads = g->layer->query_heads + copies_of(g, inner).all;
-  hcp__wide moved = product(product(price.element, g->tokens), heads * (inner - 1));
+  hcp__wide moved = product(product(price.element, g->tokens), (hcp__wide)heads * (inner - 1));
   moved = product(moved, (hcp__wide)LAUNCHES * g->per_key * (g->degree / inner));
   return sum(moved, fixed(g, 2, 0));
 }

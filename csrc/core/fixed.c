@@ -110,8 +110,8 @@ static hcp_table *allocate(const int64_t sizes[HCP_FIXED_SECTION_COUNT]) {
   table->header_words = HCP_TABLE_HEADER;
   int64_t *heads = table->words + HCP_TABLE_HEADER;
   for (int32_t s = 0; s < HCP_FIXED_SECTION_COUNT; s++) {
-    heads[2 * s] = at;
-    heads[2 * s + 1] = sizes[s];
+    *heads++ = at;
+    *heads++ = sizes[s];
     at += sizes[s];
   }
   return table;

@@ -184,8 +184,8 @@ hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **tab
   int64_t *heads = made->words + lists->header_words;
   for (int32_t s = 0; s < n; s++) {
     const hcp__list *list = &lists->list[s];
-    heads[2 * s] = at;
-    heads[2 * s + 1] = list->count / list->width;
+    *heads++ = at;
+    *heads++ = list->count / list->width;
     if (list->count > 0)
       memcpy(made->words + at, list->words, (size_t)list->count * sizeof *list->words);
     at += list->count;

@@ -36,7 +36,7 @@ int hcp_py_take_gil(hcp_py_gil *gil);
   do {                                          \
     hcp_py_gil gil_;                            \
     hcp_py_drop_gil(&gil_, reads);              \
-    status = (call);                            \
+    (status) = (call);                          \
     hcp_py_take_gil(&gil_);                     \
   } while (0)
 
