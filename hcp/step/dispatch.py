@@ -396,9 +396,15 @@ class Step:
     ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
         """Yield the micro-batches, so that gradients are reduced over ranks in the last one only.
 
-        ``no_sync``: gives the context in which a forward and its backward reduce none, such as
-        ``no_sync`` of DDP or FSDP. Every micro-batch but the last is handed out inside one. Use
-        each before you take the next.
+        Every micro-batch but the last is handed out inside a context. Use each before you take the
+        next.
+
+        Args:
+            no_sync: gives the context in which a forward and its backward reduce none, such as
+                ``no_sync`` of DDP or FSDP.
+
+        Returns:
+            Pairs (cp, local).
         """
         for i, micro_batch in enumerate(self, 1):
             with contextlib.nullcontext() if i == len(self) else no_sync():
