@@ -96,25 +96,14 @@ static hcp_status expect_block(const block *b, hcp_error *err) {
 
 /* ---- the tables ---- */
 
+static const int32_t widths[HCP_FIXED_SECTION_COUNT] = {
+#define WIDTH(name, width) width,
+    HCP_FIXED_SECTIONS(WIDTH)
+#undef WIDTH
+};
+
 static int64_t *section_of(hcp_table *table, int32_t s) {
   return table->words + table->words[HCP_TABLE_HEADER + 2 * s];
-}
-
-static hcp_table *allocate(const int64_t sizes[HCP_FIXED_SECTION_COUNT]) {
-  int64_t words = HCP_TABLE_HEADER + 2 * HCP_FIXED_SECTION_COUNT, at = words;
-  for (int32_t s = 0; s < HCP_FIXED_SECTION_COUNT; s++) words += sizes[s];
-  hcp_table *table = calloc(1, sizeof *table + (size_t)words * sizeof *table->words);
-  if (table == NULL) return NULL;
-  table->words = (int64_t *)(table + 1);
-  table->word_count = words;
-  table->header_words = HCP_TABLE_HEADER;
-  int64_t *heads = table->words + HCP_TABLE_HEADER;
-  for (int32_t s = 0; s < HCP_FIXED_SECTION_COUNT; s++) {
-    *heads++ = at;
-    *heads++ = sizes[s];
-    at += sizes[s];
-  }
-  return table;
 }
 
 /* Where tables are written. */
@@ -216,7 +205,7 @@ hcp_status hcp_fixed_create(const hcp_plan *plan, int32_t micro_batch, int32_t r
   block b = {plan, capacity, micro_batch, rank - rank % capacity->ranks};
   status = expect_block(&b, err);
   if (status != HCP_OK) return status;
-  hcp_table *table = allocate(sizes);
+  hcp_table *table = hcp__table_allocate(HCP_TABLE_HEADER, HCP_FIXED_SECTION_COUNT, sizes, widths);
   int64_t *scratch = calloc((size_t)scratch_for(&b, rank), sizeof *scratch);
   if (table == NULL || scratch == NULL) {
     free(table);

@@ -227,6 +227,10 @@ void hcp__sort_by(hcp__lists *lists, int32_t section, int32_t word);
 /* Makes runs of (row, rows, part, part_row) records that overlap in any way: cuts them
  * wherever one begins or ends, then sorts them by row and part. */
 void hcp__align_runs(hcp__lists *lists, int32_t section);
+/* Lays out a table of n sections of so many records and of so many words a record, all zeros. NULL:
+ * out of memory. */
+hcp_table *hcp__table_allocate(int32_t header_words, int32_t n, const int64_t *records,
+                               const int32_t *widths);
 /* Makes a table of the first n sections, or HCP_NO_MEMORY after a failed append. */
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table, hcp_error *err);
 

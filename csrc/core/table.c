@@ -168,27 +168,42 @@ void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *hea
 
 /* ---- the table ---- */
 
+hcp_table *hcp__table_allocate(int32_t header_words, int32_t n, const int64_t *records,
+                               const int32_t *widths) {
+  int64_t words = header_words + 2 * (int64_t)n, at = words;
+  for (int32_t s = 0; s < n; s++) words += records[s] * widths[s];
+  hcp_table *table = calloc(1, sizeof *table + (size_t)words * sizeof *table->words);
+  if (table == NULL) return NULL;
+  table->words = (int64_t *)(table + 1);
+  table->word_count = words;
+  table->header_words = header_words;
+  int64_t *heads = table->words + header_words;
+  for (int32_t s = 0; s < n; s++) {
+    *heads++ = at;
+    *heads++ = records[s];
+    at += records[s] * widths[s];
+  }
+  return table;
+}
+
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
                              hcp_error *err) {
-  int64_t words = lists->header_words + 2 * (int64_t)n, at = words;
-  for (int32_t s = 0; s < n; s++) words += lists->list[s].count;
-  hcp_table *made = malloc(sizeof *made + (size_t)words * sizeof *made->words);
-  if (lists->failed || made == NULL) {
-    free(made);
-    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a table");
+  int64_t counts[HCP__LISTS_MAX];
+  int32_t widths[HCP__LISTS_MAX];
+  for (int32_t s = 0; s < n; s++) {
+    counts[s] = hcp__records(lists, s);
+    widths[s] = lists->list[s].width;
   }
-  made->words = (int64_t *)(made + 1);
-  made->word_count = words;
-  made->header_words = lists->header_words;
-  memset(made->words, 0, (size_t)lists->header_words * sizeof *made->words);
-  int64_t *heads = made->words + lists->header_words;
+  hcp_table *made =
+      lists->failed ? NULL : hcp__table_allocate(lists->header_words, n, counts, widths);
+  if (made == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a table");
+  const int64_t *heads = made->words + made->header_words;
   for (int32_t s = 0; s < n; s++) {
     const hcp__list *list = &lists->list[s];
-    *heads++ = at;
-    *heads++ = list->count / list->width;
+    int64_t at = *heads;
+    heads += 2;
     if (list->count > 0)
       memcpy(made->words + at, list->words, (size_t)list->count * sizeof *list->words);
-    at += list->count;
   }
   *table = made;
   return HCP_OK;

@@ -1,8 +1,8 @@
 // layer.h - the operators of one attention layer, except its attention calls.
 //
 // The host's time counts here: each operator does the work of several public operators and views
-// in one call, and takes rows (N, ...) of any layout. Only hcp/attention/key_transfer.py calls
-// them: they have no gradients, and no shapes without data.
+// in one call, and takes rows (N, ...) of any layout. Only hcp/attention/layer.py and
+// key_transfer.py call them: they have no gradients, and no shapes without data.
 #pragma once
 
 #include <optional>

@@ -84,4 +84,17 @@ static inline int64_t records(const hcp_table *table, int32_t s) {
   return table->words[table->header_words + 2 * s + 1];
 }
 
+/* Copies the rows of a section of (row, rows), end to end; a row below 0 is a zero. Returns how
+ * many there are. */
+static inline int64_t gather_rows(const hcp_table *table, int32_t s, const int64_t *from,
+                                  int64_t *to) {
+  int64_t filled = 0;
+  for (int64_t i = 0; i < records(table, s); i++) {
+    const int64_t *segment = section(table, s) + 2 * i;
+    for (int64_t r = 0; r < segment[1]; r++)
+      to[filled++] = segment[0] < 0 ? 0 : from[segment[0] + r];
+  }
+  return filled;
+}
+
 #endif

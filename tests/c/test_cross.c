@@ -91,14 +91,6 @@ static int64_t size_of(const hcp_table *table, int32_t word) {
   return section(table, HCP_CROSS_SIZES)[word];
 }
 
-static int64_t gather(const hcp_table *table, int32_t s, const int64_t *from, int64_t *to) {
-  int64_t filled = 0;
-  for (int64_t i = 0; i < records(table, s); i++)
-    for (int64_t r = 0; r < section(table, s)[2 * i + 1]; r++)
-      to[filled++] = from[section(table, s)[2 * i] + r];
-  return filled;
-}
-
 static void deliver(int32_t from, const int64_t *move) {
   const hcp_table *table = all[move[0]].table;
   for (int64_t i = 0; i < records(table, HCP_CROSS_RECEIVES); i++) {
@@ -121,14 +113,14 @@ static void travel(int32_t ranks) {
       for (int64_t i = 0; i < keys->spans[s].rows; i++)
         all[r].source[row++] =
             name_of(keys->sequences[keys->spans[s].index], keys->spans[s].start + i);
-    CHECK_INT(gather(all[r].table, HCP_CROSS_PACK, all[r].source, all[r].wire),
+    CHECK_INT(gather_rows(all[r].table, HCP_CROSS_PACK, all[r].source, all[r].wire),
               size_of(all[r].table, 1));
   }
   for (int32_t r = 0; r < ranks; r++)
     for (int64_t i = 0; i < records(all[r].table, HCP_CROSS_SENDS); i++)
       deliver(r, section(all[r].table, HCP_CROSS_SENDS) + 3 * i);
   for (int32_t r = 0; r < ranks; r++)
-    CHECK_INT(gather(all[r].table, HCP_CROSS_ARRANGE, all[r].received, all[r].output),
+    CHECK_INT(gather_rows(all[r].table, HCP_CROSS_ARRANGE, all[r].received, all[r].output),
               size_of(all[r].table, 3));
 }
 
@@ -192,7 +184,7 @@ static void check_order(const one_rank *own) {
 /* PLACES is ARRANGE the other way. */
 static void check_places(one_rank *own) {
   static int64_t back[ROWS];
-  CHECK_INT(gather(own->table, HCP_CROSS_PLACES, own->output, back), size_of(own->table, 2));
+  CHECK_INT(gather_rows(own->table, HCP_CROSS_PLACES, own->output, back), size_of(own->table, 2));
   CHECK(memcmp(back, own->received, (size_t)size_of(own->table, 2) * sizeof *back) == 0);
 }
 

@@ -1,4 +1,5 @@
-/* test_payload.c - payloads and their results travel on all ranks at once, in one process. */
+/* test_payload.c - payloads and their results travel on all ranks at once, in one process:
+ * csrc/core/payload.c and csrc/core/payload_route.c. */
 #include "check.h"
 #include "draw.h"
 #include "hcp/hcp.h"
@@ -89,14 +90,6 @@ static void create(const hcp_plan *plan, int32_t rank) {
 
 /* ---- on their way ---- */
 
-static int64_t gather(const hcp_table *table, int32_t s, const int64_t *from, int64_t *to) {
-  int64_t filled = 0;
-  for (int64_t i = 0; i < records(table, s); i++)
-    for (int64_t r = 0; r < section(table, s)[2 * i + 1]; r++)
-      to[filled++] = from[section(table, s)[2 * i] + r];
-  return filled;
-}
-
 static void deliver(int32_t from, const int64_t *move) {
   const hcp_table *table = all[move[0]].table;
   for (int64_t i = 0; i < records(table, HCP_ROUTE_RECEIVES); i++) {
@@ -113,13 +106,13 @@ static void deliver(int32_t from, const int64_t *move) {
 /* From the sources of all ranks to their outputs. */
 static void travel(int32_t ranks) {
   for (int32_t r = 0; r < ranks; r++)
-    CHECK_INT(gather(all[r].table, HCP_ROUTE_PACK, all[r].source, all[r].wire),
+    CHECK_INT(gather_rows(all[r].table, HCP_ROUTE_PACK, all[r].source, all[r].wire),
               section(all[r].table, HCP_ROUTE_SIZES)[1]);
   for (int32_t r = 0; r < ranks; r++)
     for (int64_t i = 0; i < records(all[r].table, HCP_ROUTE_SENDS); i++)
       deliver(r, section(all[r].table, HCP_ROUTE_SENDS) + 3 * i);
   for (int32_t r = 0; r < ranks; r++) {
-    CHECK_INT(gather(all[r].table, HCP_ROUTE_ARRANGE, all[r].received, all[r].output),
+    CHECK_INT(gather_rows(all[r].table, HCP_ROUTE_ARRANGE, all[r].received, all[r].output),
               section(all[r].table, HCP_ROUTE_SIZES)[3]);
     hcp_table_destroy(all[r].table);
   }

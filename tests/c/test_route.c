@@ -18,16 +18,6 @@ static domain d;
 
 static const int64_t *sizes(int32_t rank) { return section(d.routes[rank], HCP_ROUTE_SIZES); }
 
-static int64_t gather(const hcp_table *route, int32_t s, const int64_t *from, int64_t *to) {
-  int64_t filled = 0;
-  for (int64_t i = 0; i < records(route, s); i++) {
-    const int64_t *segment = section(route, s) + 2 * i;
-    for (int64_t r = 0; r < segment[1]; r++)
-      to[filled++] = segment[0] < 0 ? 0 : from[segment[0] + r];
-  }
-  return filled;
-}
-
 static void send(int32_t from, const int64_t *move) {
   const hcp_table *receiver = d.routes[move[0]];
   for (int64_t i = 0; i < records(receiver, HCP_ROUTE_RECEIVES); i++) {
@@ -44,7 +34,8 @@ static void send(int32_t from, const int64_t *move) {
 static void travel(void) {
   memset(d.received, 0, sizeof d.received);
   for (int32_t rank = 0; rank < d.ranks; rank++)
-    CHECK_INT(gather(d.routes[rank], HCP_ROUTE_PACK, d.source[rank], d.wire[rank]), sizes(rank)[1]);
+    CHECK_INT(gather_rows(d.routes[rank], HCP_ROUTE_PACK, d.source[rank], d.wire[rank]),
+              sizes(rank)[1]);
   int64_t sent = 0, received = 0;
   for (int32_t rank = 0; rank < d.ranks; rank++)
     for (int64_t i = 0; i < records(d.routes[rank], HCP_ROUTE_SENDS); i++) {
@@ -53,7 +44,7 @@ static void travel(void) {
     }
   for (int32_t rank = 0; rank < d.ranks; rank++) {
     received += records(d.routes[rank], HCP_ROUTE_RECEIVES);
-    CHECK_INT(gather(d.routes[rank], HCP_ROUTE_ARRANGE, d.received[rank], d.output[rank]),
+    CHECK_INT(gather_rows(d.routes[rank], HCP_ROUTE_ARRANGE, d.received[rank], d.output[rank]),
               sizes(rank)[3]);
   }
   CHECK_INT(sent, received);
