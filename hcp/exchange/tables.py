@@ -62,7 +62,8 @@ class Sections:
 
     def records(self, name: str) -> list[list[int]]:
         """The same as lists. Most are empty on a rank that computes alone."""
-        return self.section(name).tolist() if self.count(name) else []
+        index, _ = self.PLACES[name]
+        return self.section(name).tolist() if self._heads[2 * index + 1] else []
 
     def count(self, name: str) -> int:
         """Number of records of a section."""

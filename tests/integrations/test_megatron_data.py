@@ -222,7 +222,7 @@ def megatrons_parser():
 
 def test_every_value_of_megatrons_has_a_backend_or_a_refusal():
     assert {of.name for of in AttnBackend} == {*backends.BACKENDS} | {*backends.REFUSED}
-    assert {*backends.BACKENDS.values()} <= {*hcp.step.backends.BACKENDS}
+    assert {*map(backend_of, backends.BACKENDS)} <= {*hcp.step.backends.BACKENDS}
 
 
 @needs_megatron
