@@ -1,5 +1,5 @@
 """Other threads run while the core plans, bounds, and makes masks, layouts and tables; Ctrl-C ends
-a search."""
+a search. That is csrc/python/gil.c."""
 
 from __future__ import annotations
 
