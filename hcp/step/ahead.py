@@ -82,7 +82,7 @@ def steps_of(
     groups: ProcessGroups,
     ahead: int,
 ) -> Generator[Step]:
-    """Yield the steps of ``planned_steps``, so many made ahead, whose kernels are agreed on."""
+    """Yield the steps of ``planned_steps``, so many made ahead."""
     made = (
         _made_ahead(shares, make, groups, ahead) if ahead else _made_in_turn(shares, make, groups)
     )

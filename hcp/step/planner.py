@@ -207,10 +207,6 @@ class StepPlanner:
         tokens = [length_of(sample, i, rules) for i, sample in enumerate(samples)]
         return [{"rows": torch.empty(length, 0)} for length in tokens]
 
-    @property
-    def _handler_cls(self) -> Any:
-        return self.options["handler_cls"]
-
 
 def _sync_of(
     config: Config, given: Sync | None, waits: Callable[[], bool] | None
