@@ -188,8 +188,8 @@ hcp_table *hcp__table_allocate(int32_t header_words, int32_t n, const int64_t *r
 
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
                              hcp_error *err) {
-  int64_t counts[HCP__LISTS_MAX];
-  int32_t widths[HCP__LISTS_MAX];
+  int64_t counts[HCP__LISTS_MAX] = {0};
+  int32_t widths[HCP__LISTS_MAX] = {0};
   for (int32_t s = 0; s < n; s++) {
     counts[s] = hcp__records(lists, s);
     widths[s] = lists->list[s].width;
