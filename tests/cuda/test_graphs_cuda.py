@@ -6,6 +6,7 @@ order: tests/c/test_signals.c. With several GPUs: tests/cuda/check_graphs.py."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -179,6 +180,7 @@ class TwoRanks:
 
     def capture(self, exchanges: list[int], number: int) -> list[Any]:
         """A graph of each rank, of some exchanges; and the rows that it reads."""
+        gc.collect()  # graphs and pinned memory of earlier tests: to free them ends a capture
         captured = []
         for rank in range(RANKS):
             graph = torch.cuda.CUDAGraph()
