@@ -102,8 +102,8 @@ from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.megatron.data import MicroBatches
 from hcp.integrations.megatron.versions import require_megatron
 from hcp.planning.cost import PRICES
-from hcp.programs.arguments import cost_model
 from hcp.step.config import Config
+from hcp.tools.programs.arguments import cost_model
 
 FULL = {
     "num_layers": 12,

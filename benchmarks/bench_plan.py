@@ -45,8 +45,8 @@ from peers import planners
 import hcp
 from hcp.exchange.agreement import label, unlabel
 from hcp.exchange.gather import Gathered, block_of, block_size, read_blocks
-from hcp.programs.draw import pyplot, write_figure
 from hcp.tools.check import check_plan
+from hcp.tools.programs.draw import pyplot, write_figure
 
 TOKEN_SECONDS = 1.05e-4
 """Seconds of the default cost's `token`: 6 * 7e9 operations at 400 TFLOP/s."""

@@ -135,7 +135,6 @@ _MOVED = {
         "PlanAhead",
         "PlanningTime",
     ),
-    "planning.drawing": ("Timelines",),
     "planning.plan": (
         "Group",
         "lower_bound",
@@ -160,6 +159,7 @@ _MOVED = {
         "EvalChoice",
         "choose_eval_context_parallel",
     ),
+    "tools.drawing": ("Timelines",),
     "tools.memory": ("fit_memory",),
 }
 """Names that were here until 0.3 and are public in their modules. They go with the next release."""

@@ -1,4 +1,4 @@
-"""Families of global batches: published tables of hcp.programs.families, and the stress pack."""
+"""Families of global batches: the published tables that commands know, and the stress pack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from hcp.programs.families import (
+from hcp.tools.programs.families import (
     CHATQA2,
     GITHUB_TOKENS,
     WIKIPEDIA,
@@ -15,7 +15,7 @@ from hcp.programs.families import (
     by_tokens,
     log_uniform,
 )
-from hcp.programs.families import FAMILIES as PUBLISHED
+from hcp.tools.programs.families import FAMILIES as PUBLISHED
 
 GITHUB = PUBLISHED["github"].draw
 BYTED = PUBLISHED["byted"].draw

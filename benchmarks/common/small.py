@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from common import families
-from hcp.programs.families import CHATQA2, WIKIPEDIA, K, log_uniform
+from hcp.tools.programs.families import CHATQA2, WIKIPEDIA, K, log_uniform
 
 
 def instances(ranks: int, capacity: int, count: int) -> dict[str, Callable[[Random], list[int]]]:

@@ -42,7 +42,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hcp.programs.draw import pyplot, write_figure
+from hcp.tools.programs.draw import pyplot, write_figure
 
 STATIC, DYNAMIC = "static_cp", "dynamic_cp"
 LOSS = "loss, dynamic and static CP"

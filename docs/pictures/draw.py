@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hcp._files import write_file
 from hcp.cli.simulate import parse_arguments, simulate
-from hcp.planning.drawing import colour_of
+from hcp.tools.drawing import colour_of
 
 HERE = Path(__file__).parent
 WIDTH = 480

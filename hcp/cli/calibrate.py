@@ -33,7 +33,8 @@ from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
-from hcp.programs.arguments import (
+from hcp.step.config import Config
+from hcp.tools.programs.arguments import (
     DTYPES,
     add_model_arguments,
     add_rank_arguments,
@@ -41,8 +42,7 @@ from hcp.programs.arguments import (
     number_of_ranks,
     whole_number,
 )
-from hcp.programs.data import VOCABULARY_SIZE
-from hcp.step.config import Config
+from hcp.tools.programs.data import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point
@@ -174,8 +174,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options. Raises ValueError for options that do not go together."""
     args = build_parser().parse_args(argv)
-    from hcp.programs.ranks import runs_on_cpus  # imports torch, which --help does without
     from hcp.tools.memory import expect_share
+    from hcp.tools.programs.ranks import runs_on_cpus  # imports torch, which --help does without
 
     args.command = shlex.join(["hcp", "calibrate", *argv])
     args.ranks = number_of_ranks(args.ranks)
@@ -456,7 +456,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hcp.cli.measure import device_name, kernels_of, measure
-    from hcp.programs.ranks import initialize_distributed
+    from hcp.tools.programs.ranks import initialize_distributed
 
     device = initialize_distributed(args)
     try:
@@ -480,7 +480,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank if a launcher started this process; else start all ranks."""
     from hcp import HcpError
-    from hcp.programs.launch import asks_for_help, fail, require_packages, start_ranks
+    from hcp.tools.programs.launch import asks_for_help, fail, require_packages, start_ranks
 
     argv = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))

@@ -27,7 +27,7 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.plan import Plan, plan
-from hcp.planning.timeline import chrome_trace, idle_shares, timeline
+from hcp.tools.timeline import chrome_trace, idle_shares, timeline
 
 USAGE = "FILE|-|--family NAME --ranks RANKS --max-tokens-per-rank TOKENS [OPTIONS]"
 

@@ -46,12 +46,12 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
-from hcp.planning.drawing import timeline_svg
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.programs.arguments import whole_number
-from hcp.programs.progress import progress_over
+from hcp.tools.drawing import timeline_svg
+from hcp.tools.programs.arguments import whole_number
+from hcp.tools.programs.progress import progress_over
 from hcp.tools.replay import Machine, replay
 
 SIZES = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp.programs.launch import Program, require_packages
+from hcp.tools.programs.launch import Program, require_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from hcp._validate import expect_size
-from hcp.programs.arguments import (
+from hcp.step.config import Config, add_arguments
+from hcp.tools.programs.arguments import (
     DTYPES,
     HelpFormatter,
     Parser,
@@ -20,7 +21,6 @@ from hcp.programs.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
-from hcp.step.config import Config, add_arguments
 
 SIZES = (
     "ranks",

@@ -16,7 +16,7 @@ import torch
 
 from hcp._files import expect_writable, remove_unfinished, write_file
 from hcp._validate import expect_names
-from hcp.programs.launch import InputError
+from hcp.tools.programs.launch import InputError
 
 FILE = "checkpoint.pt"
 OWNER = "checkpoint.run"

@@ -31,8 +31,12 @@ from hcp.attention.comm_types import fitted_sizes
 from hcp.demo import checkpoint
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
-from hcp.programs.arguments import cost_model
-from hcp.programs.data import (
+from hcp.step.ahead import Read
+from hcp.step.config import Config
+from hcp.step.planner import StepPlanner
+from hcp.tools.choose import choose_eval_context_parallel
+from hcp.tools.programs.arguments import cost_model
+from hcp.tools.programs.data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
@@ -41,12 +45,8 @@ from hcp.programs.data import (
     read_corpus,
     sample,
 )
-from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.programs.records import Evaluation
-from hcp.step.ahead import Read
-from hcp.step.config import Config
-from hcp.step.planner import StepPlanner
-from hcp.tools.choose import choose_eval_context_parallel
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.records import Evaluation
 
 _STARTED = time.monotonic()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from hashlib import blake2b
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 from hcp import _core
@@ -22,7 +23,6 @@ from hcp._validate import (
 )
 from hcp._words import Degrees, Sync
 from hcp.planning.cost import CostModel, Table
-from hcp.planning.drawing import timeline_svg
 from hcp.planning.limits import (
     CHOICES,
     DEGREES,
@@ -322,8 +322,9 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """The timeline, in a notebook."""
-        return timeline_svg({"plan": self})
+        """The timeline, in a notebook: only there is a tool imported."""
+        drawn: str = import_module("hcp.tools.drawing").timeline_svg({"plan": self})
+        return drawn
 
 
 def _listed(view: memoryview | None) -> list[int] | None:

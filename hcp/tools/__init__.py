@@ -1,4 +1,5 @@
-"""Tools beside a training: they prove, replay and choose plans and layouts, and fit memory models.
+"""Tools beside a training: they prove, draw, replay and choose plans and layouts, and fit memory
+models. ``programs`` is what the commands, the demo and the trainers' programs share.
 
-Nothing that runs a training step imports them.
+Nothing that the library itself does needs them.
 """

@@ -27,7 +27,7 @@ from hcp.cli.calibrate import Cell, parse_arguments
 from hcp.cli.measure import sample, step_of
 from hcp.cli.measure_memory import Model
 from hcp.demo.training import Trainer, forward_step
-from hcp.programs.ranks import initialize_distributed
+from hcp.tools.programs.ranks import initialize_distributed
 
 SHARE = 0.95
 # Packs differ in size: blocks of fixed sizes would leave gaps.

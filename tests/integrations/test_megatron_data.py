@@ -1104,7 +1104,9 @@ def test_the_program_says_in_one_line_what_is_wrong(flags, message, capsys, monk
     from hcp.integrations.megatron.program import main
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("hcp.programs.launch.start_ranks", lambda *_: pytest.fail("ranks started"))
+    monkeypatch.setattr(
+        "hcp.tools.programs.launch.start_ranks", lambda *_: pytest.fail("ranks started")
+    )
     assert main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hcp.integrations.megatron: error: ")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.drawing import (
+from hcp.tools.choose import choose_eval_context_parallel
+from hcp.tools.drawing import (
     LEFT,
     RIGHT,
     Timelines,
@@ -20,8 +21,7 @@ from hcp.planning.drawing import (
     timeline_page,
     timeline_svg,
 )
-from hcp.planning.timeline import idle_shares, timeline
-from hcp.tools.choose import choose_eval_context_parallel
+from hcp.tools.timeline import idle_shares, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

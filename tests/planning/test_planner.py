@@ -28,8 +28,8 @@ from hcp._words import Preset, Sync
 from hcp.planning.ahead import PlanAhead
 from hcp.planning.cost import PRESETS
 from hcp.planning.plan import lower_bound
-from hcp.programs.families import FAMILIES
 from hcp.tools.check import check_plan
+from hcp.tools.programs.families import FAMILIES
 
 # ---- cost ----------------------------------------------------------------------------------------
 

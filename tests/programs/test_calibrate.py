@@ -26,9 +26,9 @@ from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_argumen
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
 from hcp.cli.measure_memory import MeasuredMemory, conclude_memory, measure_memory
-from hcp.programs import launch
 from hcp.tools.check import check_plan
 from hcp.tools.memory_fit import Peak, fit_peaks, fit_shared
+from hcp.tools.programs import launch
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
 
@@ -362,7 +362,7 @@ def test_the_model_of_bytes_holds_for_other_rows() -> None:
 def test_measured_bytes_become_a_file_that_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hcp.programs.ranks.runs_on_cpus", lambda *_: False)
+    monkeypatch.setattr("hcp.tools.programs.ranks.runs_on_cpus", lambda *_: False)
     out = tmp_path / "memory.json"
     argv = [*MEASURED, "--ranks", "2", "--out", str(out), "--memory", "--memory-share", "0.8"]
     argv += ["--head-chunks", "2"]

@@ -25,12 +25,12 @@ from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
 from hcp.cli.simulate import parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
-from hcp.planning.drawing import timeline_svg
 from hcp.planning.plan import Group
-from hcp.planning.timeline import chrome_trace, timeline
-from hcp.programs.families import FAMILIES
 from hcp.step import backends
 from hcp.tools.check import check_plan
+from hcp.tools.drawing import timeline_svg
+from hcp.tools.programs.families import FAMILIES
+from hcp.tools.timeline import chrome_trace, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]

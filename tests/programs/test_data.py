@@ -1,4 +1,4 @@
-"""hcp.programs.data: no text is lost, and a batch is a pure function of seed and iteration."""
+"""The data of programs: no text is lost, and a batch is a pure function of seed and iteration."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcp.programs import data
+from hcp.tools.programs import data
 
 CPU = torch.device("cpu")
 

@@ -22,9 +22,9 @@ from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Run, table
 from hcp.demo.training import learning_rates
-from hcp.programs import data
-from hcp.programs.records import Evaluation, loss_difference
 from hcp.step.config import Config
+from hcp.tools.programs import data
+from hcp.tools.programs.records import Evaluation, loss_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -302,7 +302,7 @@ def test_options_that_cannot_work_are_refused_before_anything_starts(
     argv, message, monkeypatch, capsys
 ):
     monkeypatch.setattr(
-        "hcp.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
+        "hcp.tools.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
     )
     from hcp.demo import main
 
@@ -317,7 +317,7 @@ def test_a_longest_document_that_takes_too_many_bytes_is_refused_before_anything
     monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(
-        "hcp.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
+        "hcp.tools.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
     )
     from hcp.demo import main
 

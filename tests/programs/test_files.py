@@ -20,8 +20,8 @@ import hcp
 from hcp._files import append_to_file, expect_writable, write_file
 from hcp.cli.plan import main as plan_main
 from hcp.demo import checkpoint
-from hcp.programs.draw import pyplot, write_figure
-from hcp.programs.launch import InputError
+from hcp.tools.programs.draw import pyplot, write_figure
+from hcp.tools.programs.launch import InputError
 
 
 @contextmanager

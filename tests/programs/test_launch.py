@@ -9,7 +9,7 @@ import pytest
 from support.ranks import run_module
 
 import hcp
-from hcp.programs import launch
+from hcp.tools.programs import launch
 
 NEEDS = {"hcp.integrations.megatron": "megatron", "hcp.integrations.transformers": "transformers"}
 """Programs, and the package that each needs. The demo: tests/programs/test_demo.py."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hcp.cli import simulate
-from hcp.programs import progress as module
-from hcp.programs.progress import progress, progress_over
+from hcp.tools.programs import progress as module
+from hcp.tools.programs.progress import progress, progress_over
 
 pytest.importorskip("tqdm", reason="pip install '.[demo]'")
 

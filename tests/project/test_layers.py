@@ -308,7 +308,7 @@ def imports(source: str, package: tuple[str, ...]) -> set[str]:
 
 def library_files() -> list[Path]:
     """Every Python file of the library itself: not the integrations and the programs."""
-    outside = {"integrations", "demo", "cli", "programs", "tools", "__main__.py"}
+    outside = {"integrations", "demo", "cli", "tools", "__main__.py"}
     return [
         path
         for path in sorted((ROOT / "hcp").rglob("*.py"))
@@ -336,6 +336,8 @@ def test_the_library_imports_no_trainer() -> None:
 def test_the_library_imports_neither_program_nor_tool_nor_integration() -> None:
     found = importers({"hcp.demo", "hcp.cli", "hcp.tools", "hcp.integrations"}, library_files())
     assert found == {
+        # A plan's timeline, imported when a notebook shows the plan.
+        "hcp/planning/plan.py": {"hcp.tools.drawing"},
         # A backend by name, imported when it is asked for: nobody has to import it before.
         "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
         # Rules for a package's classes, imported when a model has one of them.
@@ -390,7 +392,7 @@ def test_a_trainers_package_in_code_or_in_a_text_would_be_found() -> None:
 
 
 def test_the_programs_kit_imports_no_program_and_no_integration() -> None:
-    paths = sorted((ROOT / "hcp" / "programs").rglob("*.py"))
+    paths = sorted((ROOT / "hcp" / "tools" / "programs").rglob("*.py"))
     assert paths
     assert importers({"hcp.demo", "hcp.cli", "hcp.integrations", *TRAINERS}, paths) == {}
 

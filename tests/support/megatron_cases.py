@@ -136,7 +136,7 @@ EVALUATED = (30, 1, 77, 5, 12, 40, 8)
 
 def evaluate_both_layouts(job: Any, model: list[Any], outcome: Outcome) -> None:
     from hcp.integrations.megatron.program import training
-    from hcp.programs.data import Document
+    from hcp.tools.programs.data import Document
 
     texts = [bytes(document(99, i, n).tolist()) for i, n in enumerate(EVALUATED)]
     documents = [Document(text, ends=True) for text in texts]

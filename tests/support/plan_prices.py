@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Group, Plan
-from hcp.planning.timeline import timeline
 from hcp.tools.replay import Machine, Replay
+from hcp.tools.timeline import timeline
 
 
 def rows_held(length: int, degree: int, j: int) -> int:

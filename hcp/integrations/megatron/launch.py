@@ -54,7 +54,7 @@ def run(script: str) -> None:
     import torch
 
     from hcp.integrations.megatron.lm.seams import install
-    from hcp.programs.launch import InputError
+    from hcp.tools.programs.launch import InputError
 
     on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
@@ -76,7 +76,7 @@ def run(script: str) -> None:
 def _end(error: Exception) -> NoReturn:
     """Say what is refused and end at once: the launcher then ends the other ranks, before each
     says the same."""
-    from hcp.programs.launch import fail
+    from hcp.tools.programs.launch import fail
 
     code = fail(error, int(os.environ.get("RANK", 0)), NAME)
     sys.stdout.flush()

@@ -21,7 +21,7 @@ from typing import Any
 
 import hcp
 from hcp.integrations.megatron.versions import require_megatron
-from hcp.programs.launch import refusals
+from hcp.tools.programs.launch import refusals
 
 _TRAINING = "megatron.training.training"
 # Builders of Megatron-LM, and scripts with builders of their own: those of branch dev.

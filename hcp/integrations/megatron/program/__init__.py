@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 from hcp.integrations.megatron.versions import require_megatron
-from hcp.programs.launch import Program
+from hcp.tools.programs.launch import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from hcp._validate import expect_size, flag
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.checks import check_gloo
-from hcp.programs.arguments import (
+from hcp.step.config import Config
+from hcp.tools.programs.arguments import (
     HelpFormatter,
     Parser,
     add_data_arguments,
@@ -21,8 +22,7 @@ from hcp.programs.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
-from hcp.programs.ranks import runs_on_cpus
-from hcp.step.config import Config
+from hcp.tools.programs.ranks import runs_on_cpus
 
 DESCRIPTION = """\
 Pretrain a GPT of Megatron-Core's on real text, with a CP degree for each micro-batch, beside the

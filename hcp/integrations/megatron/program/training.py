@@ -44,8 +44,9 @@ import hcp
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.megatron.program.report import Run, report
-from hcp.programs.arguments import cost_model
-from hcp.programs.data import (
+from hcp.step.config import NO_WINDOW, Config
+from hcp.tools.programs.arguments import cost_model
+from hcp.tools.programs.data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
@@ -53,10 +54,9 @@ from hcp.programs.data import (
     load,
     read_corpus,
 )
-from hcp.programs.progress import progress
-from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.programs.records import Evaluation, StepRecord
-from hcp.step.config import NO_WINDOW, Config
+from hcp.tools.programs.progress import progress
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.records import Evaluation, StepRecord
 
 
 @dataclass(frozen=True)

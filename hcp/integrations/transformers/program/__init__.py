@@ -21,7 +21,7 @@ import hcp
 from hcp._validate import expect_size, flag
 from hcp.integrations.loader import check_model_config
 from hcp.planning.limits import rows_up_to
-from hcp.programs.arguments import (
+from hcp.tools.programs.arguments import (
     HelpFormatter,
     Parser,
     add_data_arguments,
@@ -31,7 +31,7 @@ from hcp.programs.arguments import (
     check_seed,
     number_of_ranks,
 )
-from hcp.programs.data import (
+from hcp.tools.programs.data import (
     END_OF_DOCUMENT,
     VOCABULARY_SIZE,
     Corpus,
@@ -39,9 +39,9 @@ from hcp.programs.data import (
     read_corpus,
     sample,
 )
-from hcp.programs.launch import Program
-from hcp.programs.progress import progress
-from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.launch import Program
+from hcp.tools.programs.progress import progress
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
 DESCRIPTION = """\

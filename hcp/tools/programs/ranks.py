@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hcp.exchange.gather import all_gather_object
-from hcp.programs.launch import InputError
+from hcp.tools.programs.launch import InputError
 
 T = TypeVar("T")
 

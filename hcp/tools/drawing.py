@@ -9,7 +9,7 @@ from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from hcp.planning.timeline import Box, idle_shares, spans, timeline
+from hcp.tools.timeline import Box, idle_shares, spans, timeline
 
 if TYPE_CHECKING:
     from hcp.planning.cost import Table
