@@ -44,8 +44,8 @@ from torch import Tensor, nn
 import hcp
 from hcp._words import CommType
 from hcp.attention.prepared import prepared_of
-from hcp.exchange.loopback import one_rank
 from hcp.step.handler import ContextParallelHandler
+from hcp.tools.loopback import one_rank
 
 TYPES = ("p2p", "all_gather")
 TIMEOUT = timedelta(seconds=60)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hcp.errors import HcpError
     from hcp.evaluation.metrics import Metrics
     from hcp.evaluation.plan import EvalPlan
-    from hcp.exchange.loopback import loopback
     from hcp.groups.build import build_process_groups
     from hcp.groups.process_groups import ProcessGroups
     from hcp.megatron_style.core_attention import CoreAttention
@@ -33,11 +32,13 @@ if TYPE_CHECKING:
     from hcp.rebinding.rules import register_rebind
     from hcp.step.ahead import planned_steps
     from hcp.step.backends import get_cp_handler_cls, register_backend
-    from hcp.step.config import Config, add_arguments
+    from hcp.step.config import Config
     from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
     from hcp.step.fields import Payload
     from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
+    from hcp.tools.loopback import loopback
+    from hcp.tools.programs.options import add_arguments
 
 __all__ = [
     "COMM_TYPES",
@@ -78,7 +79,6 @@ _HOMES = {
     "errors": ("HcpError",),
     "evaluation.metrics": ("Metrics",),
     "evaluation.plan": ("EvalPlan",),
-    "exchange.loopback": ("loopback",),
     "groups.build": ("build_process_groups",),
     "groups.process_groups": ("ProcessGroups",),
     "megatron_style.core_attention": ("CoreAttention",),
@@ -104,10 +104,7 @@ _HOMES = {
         "get_cp_handler_cls",
         "register_backend",
     ),
-    "step.config": (
-        "Config",
-        "add_arguments",
-    ),
+    "step.config": ("Config",),
     "step.dispatch": (
         "LocalBatch",
         "Step",
@@ -117,6 +114,8 @@ _HOMES = {
     "step.fields": ("Payload",),
     "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
+    "tools.loopback": ("loopback",),
+    "tools.programs.options": ("add_arguments",),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,
 which takes seconds, and the planner needs none."""
@@ -150,16 +149,14 @@ _MOVED = {
         "Passage",
         "gather_masks",
     ),
-    "step.stats": (
-        "StepStats",
-        "log_to",
-    ),
+    "step.stats": ("StepStats",),
     "tools.check": ("check_plan",),
     "tools.choose": (
         "EvalChoice",
         "choose_eval_context_parallel",
     ),
     "tools.drawing": ("Timelines",),
+    "tools.loggers": ("log_to",),
     "tools.memory": ("fit_memory",),
 }
 """Names that were here until 0.3 and are public in their modules. They go with the next release."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from hcp._validate import expect_size
-from hcp.step.config import Config, add_arguments
+from hcp.step.config import Config
 from hcp.tools.programs.arguments import (
     DTYPES,
     HelpFormatter,
@@ -21,6 +21,7 @@ from hcp.tools.programs.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
+from hcp.tools.programs.options import add_arguments
 
 SIZES = (
     "ranks",

@@ -25,7 +25,7 @@ from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import read_in_place
 
-loopback_module = sys.modules["hcp.exchange.loopback"]
+loopback_module = sys.modules["hcp.tools.loopback"]
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from hcp.exchange.tables import Read
 from hcp.exchange.torch_p2p import Board
 from hcp.exchange.transport import Share
 
-loopback_module = sys.modules["hcp.exchange.loopback"]
+loopback_module = sys.modules["hcp.tools.loopback"]
 
 
 @pytest.fixture(autouse=True)

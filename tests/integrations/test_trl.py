@@ -350,7 +350,7 @@ def padded_batches(rank, size):
     from hcp.integrations.loader import domain
     from hcp.integrations.transformers import register_hcp_attention
     from hcp.integrations.trl.padded import spread_padded
-    from hcp.step.stats import MeanMetrics
+    from hcp.tools.loggers import MeanMetrics
 
     model, own = build(), build()
     for each in (model, own):

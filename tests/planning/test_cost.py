@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.cost import PRESETS, PRICES, TIMES, Table, rates_of
+from hcp.planning.cost import PRESETS, PRICES, TIMES, Table
+from hcp.tools.programs.arguments import rates_of
 
 
 @given(

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.__main__ import main
 from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
+from hcp.cli.commands import main
 from hcp.cli.simulate import parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.plan import Group

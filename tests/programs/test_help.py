@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import hcp
-from hcp.__main__ import COMMANDS, main
+from hcp.cli.commands import COMMANDS, main
 
 PACKAGE = Path(hcp.__file__).parent
 Parser = argparse.ArgumentParser

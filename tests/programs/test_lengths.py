@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hcp.__main__ import main
 from hcp.cli import lengths
+from hcp.cli.commands import main
 from hcp.cli.lengths import read_lengths
 
 Capture = pytest.CaptureFixture[str]

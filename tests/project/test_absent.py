@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hcp.__main__ import COMMANDS
+from hcp.cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("__init__", "__main__", "_built", "_version")
@@ -111,7 +111,7 @@ def test_help_needs_no_torch(arguments: str, tmp_path: Path) -> None:
 
 IMPORTED = """
 import sys
-from hcp.__main__ import main
+from hcp.cli.commands import main
 
 try:
     main(sys.argv[1:])

@@ -335,6 +335,15 @@ def test_the_library_imports_no_trainer() -> None:
 
 def test_the_library_imports_neither_program_nor_tool_nor_integration() -> None:
     found = importers({"hcp.demo", "hcp.cli", "hcp.tools", "hcp.integrations"}, library_files())
+    public = found.pop("hcp/__init__.py")
+    assert public == {
+        f"hcp.{home}{suffix}"
+        for home, name in (
+            ("tools.loopback", "loopback"),
+            ("tools.programs.options", "add_arguments"),
+        )
+        for suffix in ("", f".{name}")
+    }, "public names are imported where they are asked for, and for types"
     assert found == {
         # A plan's timeline, imported when a notebook shows the plan.
         "hcp/planning/plan.py": {"hcp.tools.drawing"},

@@ -64,7 +64,7 @@ def run(folder: Path, *command: str | Path, **variables: str) -> str:
 
 def test_the_console_command_says_the_version(tmp_path: Path) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"hcp": "hcp.__main__:main"}
+    assert scripts == {"hcp": "hcp.cli.commands:main"}
     command = Path(sys.executable).with_name("hcp")
     if not command.exists():
         pytest.skip("hcp is imported here without being installed: make test")

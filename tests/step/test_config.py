@@ -12,7 +12,8 @@ import hcp
 import hcp.step.backends
 from hcp.exchange.layout import Layout
 from hcp.planning.limits import bytes_up_to, divisors, rows_up_to
-from hcp.step.config import Config, add_arguments
+from hcp.step.config import Config
+from hcp.tools.programs.options import add_arguments
 
 
 def parsed(*argv):

@@ -11,7 +11,8 @@ import torch
 import hcp
 import hcp.step.dispatch as dispatch_file
 from hcp.planning.ahead import PlanningTime
-from hcp.step.stats import MeanMetrics, StepStats, log_to, stats_of
+from hcp.step.stats import StepStats, stats_of
+from hcp.tools.loggers import MeanMetrics, log_to
 
 LENGTHS = [100, 37, 61, 8, 8, 5]
 

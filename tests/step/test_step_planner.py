@@ -12,11 +12,11 @@ from support.ranks import run_ranks
 from torch import nn
 
 import hcp
-from hcp.exchange.loopback import loopback
 from hcp.integrations.barrier import waits_in_layers
 from hcp.step.ahead import Read
 from hcp.step.config import Config
 from hcp.step.planner import StepPlanner
+from hcp.tools.loopback import loopback
 
 LENGTHS = [[9, 4], [30, 2, 2], []]
 """Tokens of the samples of each of three ranks."""

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hcp.exchange.loopback import LoopbackTransport
 from hcp.exchange.mixed import NodeMemory
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import Board, TorchTransport
 from hcp.exchange.transport import Pending, Share
+from hcp.tools.loopback import LoopbackTransport
 
 _creation = threading.Lock()
 

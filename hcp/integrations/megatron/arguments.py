@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from hcp.integrations.megatron.backends import BACKENDS, backend_of
-from hcp.step.config import MEGATRON_SCHEDULERS, Config, add_arguments
+from hcp.step.config import MEGATRON_SCHEDULERS, Config
+from hcp.tools.programs.options import add_arguments
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import hcp
 from hcp._words import CommType
-from hcp.exchange.loopback import one_rank
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.integrations.megatron.backends import backend_of_config
+from hcp.tools.loopback import one_rank
 
 
 def packed_seq_params(

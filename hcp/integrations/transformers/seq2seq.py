@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.attention import (
     ATTENTION,
     Window,
@@ -32,6 +31,7 @@ from hcp.integrations.transformers.probe import (
 from hcp.planning.plan import plan
 from hcp.step.dispatch import LocalBatch, dispatch
 from hcp.step.handler import ContextParallelHandler
+from hcp.tools.loopback import loopback
 
 MODEL_TYPES = {"t5gemma"}
 """Types of models of an encoder and a decoder that were tested."""

@@ -57,7 +57,7 @@ from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.fields import tokens_of
 from hcp.step.handler import ContextParallelHandler
-from hcp.step.stats import MeanMetrics
+from hcp.tools.loggers import MeanMetrics
 
 _log = logging.getLogger("hcp")
 

@@ -30,7 +30,7 @@ from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import Step
 from hcp.step.planner import StepPlanner
-from hcp.step.stats import MeanMetrics
+from hcp.tools.loggers import MeanMetrics
 
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

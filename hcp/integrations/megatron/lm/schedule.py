@@ -24,7 +24,7 @@ from hcp.integrations.megatron.lm.reading import (
     drawn_now,
     is_replaying,
 )
-from hcp.planning.cost import rates_of
+from hcp.tools.programs.arguments import rates_of
 
 
 class PlannedSchedule:
