@@ -213,18 +213,21 @@ static void append_launches(maker *m, const int64_t *entries, int64_t first, int
 
 /* ---- runs over launches ---- */
 
-/* Runs over entries as runs over launches. After the entries of stage 0, a run of local rows may
- * name the gradients that came home, which come after the launches of stage 0. */
-static void renumber(maker *m, int32_t from, int32_t to, int of_keys) {
-  int64_t home = from == HCP_SCHEDULE_LOCAL_RUNS ? stage_of(m, 0)[STAGE_ENTRIES] : -1;
-  for (int64_t i = 0; i < count_of(m, from); i++) {
-    const int64_t *run = record_of(m, from, i);
+/* Appends n runs over entries as runs over launches. The part `home`, if runs have it, is that of
+ * the gradients that came home, which come after the launches of stage 0. */
+static void renumber(maker *m, const int64_t *run, int64_t n, int32_t to, int64_t home) {
+  for (; n > 0; n--, run += RUN_WORDS) {
     place at = {m->local_launches, 0, 0};
     if (run[PART] != home) at = m->places[run[PART]];
+    int64_t first = to == OUTPUTS || to == HCP_LAUNCHES_OUTPUT_RUNS ? at.query : at.key;
     hcp__append(&m->lists, to,
-                (const int64_t[]){run[RUN_ROW], run[RUN_ROWS], at.launch,
-                                  run[PART_ROW] + (of_keys ? at.key : at.query)});
+                (const int64_t[]){run[RUN_ROW], run[RUN_ROWS], at.launch, run[PART_ROW] + first});
   }
+}
+
+/* The same of a section of the schedule. */
+static void renumber_section(maker *m, int32_t from, int32_t to, int64_t home) {
+  renumber(m, record_of(m, from, 0), count_of(m, from), to, home);
 }
 
 /* Appends the outputs of the launches [first, end), counted from the first of them. */
@@ -549,9 +552,10 @@ static int64_t append_reads(maker *m) {
 static void make(maker *m, int64_t *launch_ends, int64_t *totals) {
   join_stages(m, launch_ends);
   if (m->lists.failed) return;
-  renumber(m, HCP_SCHEDULE_OUTPUT_RUNS, OUTPUTS, 0);
-  renumber(m, HCP_SCHEDULE_HOME_RUNS, HCP_LAUNCHES_HOME_RUNS, 1);
-  renumber(m, HCP_SCHEDULE_LOCAL_RUNS, HCP_LAUNCHES_LOCAL_RUNS, 1);
+  renumber_section(m, HCP_SCHEDULE_OUTPUT_RUNS, OUTPUTS, -1);
+  renumber_section(m, HCP_SCHEDULE_HOME_RUNS, HCP_LAUNCHES_HOME_RUNS, -1);
+  renumber_section(m, HCP_SCHEDULE_LOCAL_RUNS, HCP_LAUNCHES_LOCAL_RUNS,
+                   stage_of(m, 0)[STAGE_ENTRIES]);
   find_totals(m, launch_ends, totals);
   int64_t left = append_stages(m, launch_ends, totals);
   append_outputs(m, HCP_LAUNCHES_OUTPUT_RUNS, left, m->launch_count);
@@ -614,13 +618,30 @@ hcp_status hcp_launches_create(const int64_t *words, int64_t word_count, const h
   return status;
 }
 
-hcp_status hcp_launches_join(const int64_t *entries, int64_t n, const hcp_kernel *kernel,
-                             hcp_table **launches, hcp_error *err) {
-  maker m = {.kernel = kernel, .entry_count = n};
-  for (int64_t i = 0; i < n * ENTRY_WORDS; i++)
-    if (entries[i] < -WORD_MAX || entries[i] > WORD_MAX)
+/* Numbers that a table may have, and runs of entries that are there. */
+static hcp_status check_entries(const hcp_entries *given, hcp_error *err) {
+  for (int64_t i = 0; i < given->count * ENTRY_WORDS; i++)
+    if (given->entries[i] < -WORD_MAX || given->entries[i] > WORD_MAX)
       return hcp__fail(err, HCP_INVALID, "entries[%lld] is %lld, expected rows",
-                       (long long)(i / ENTRY_WORDS), (long long)entries[i]);
+                       (long long)(i / ENTRY_WORDS), (long long)given->entries[i]);
+  for (int32_t of_keys = 0; of_keys < 2; of_keys++) {
+    const int64_t *runs = of_keys ? given->key_runs : given->query_runs;
+    int64_t n = of_keys ? given->key_run_count : given->query_run_count;
+    for (int64_t i = 0; i < n; i++)
+      if (runs[i * RUN_WORDS + PART] < 0 || runs[i * RUN_WORDS + PART] >= given->count)
+        return hcp__fail(err, HCP_INVALID, "%s_runs[%lld] names entry %lld, expected one of %lld",
+                         of_keys ? "key" : "query", (long long)i,
+                         (long long)runs[i * RUN_WORDS + PART], (long long)given->count);
+  }
+  return HCP_OK;
+}
+
+hcp_status hcp_launches_join(const hcp_entries *given, const hcp_kernel *kernel,
+                             hcp_table **launches, hcp_error *err) {
+  int64_t n = given->count;
+  maker m = {.kernel = kernel, .entry_count = n};
+  hcp_status status = check_entries(given, err);
+  if (status != HCP_OK) return status;
   char *block =
       calloc(1, ((size_t)n + 1) * (sizeof *m.places + sizeof *m.launches + sizeof *m.scratch));
   if (block == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for launches");
@@ -628,9 +649,11 @@ hcp_status hcp_launches_join(const int64_t *entries, int64_t n, const hcp_kernel
   m.launches = (launch *)(m.places + n + 1);
   m.scratch = (int64_t *)(m.launches + n + 1);
   hcp__lists_init(&m.lists, widths, LIST_COUNT);
-  join(&m, entries, 0, n);
-  append_launches(&m, entries, 0, 0, n);
-  hcp_status status = hcp__table_create(&m.lists, HCP_LAUNCHES_SECTION_COUNT, launches, err);
+  join(&m, given->entries, 0, n);
+  append_launches(&m, given->entries, 0, 0, n);
+  renumber(&m, given->query_runs, given->query_run_count, HCP_LAUNCHES_OUTPUT_RUNS, -1);
+  renumber(&m, given->key_runs, given->key_run_count, HCP_LAUNCHES_HOME_RUNS, -1);
+  status = hcp__table_create(&m.lists, HCP_LAUNCHES_SECTION_COUNT, launches, err);
   hcp__lists_release(&m.lists);
   free(block);
   return status;

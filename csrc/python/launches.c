@@ -34,21 +34,41 @@ static PyObject *launches(PyObject *module, PyObject *args, PyObject *kwargs) {
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
+/* The records of a buffer of so many numbers each. */
+static int64_t records_in(const Py_buffer *view, Py_ssize_t width) {
+  return view->len / (width * (Py_ssize_t)sizeof(int64_t));
+}
+
 static PyObject *join_entries(PyObject *module, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"entries", "packs", NULL};
-  PyObject *entries;
-  int packs;
-  Py_buffer view;
-  hcp_table *table;
+  static char *keywords[] = {"entries", "packs", "query_runs", "key_runs", NULL};
+  static const Py_ssize_t widths[3] = {6, 4, 4};
+  PyObject *given[3] = {NULL, NULL, NULL};
+  Py_buffer views[3] = {{0}};
+  hcp_kernel kernel = {0};
+  hcp_table *table = NULL;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Op:join_entries", keywords, &entries, &packs) ||
-      numbers_from(entries, "entries", 6, &view) < 0)
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Op|OO:join_entries", keywords, &given[0],
+                                   &kernel.packs, &given[1], &given[2]))
     return NULL;
-  hcp_kernel kernel = {.packs = packs};
-  hcp_status status;
-  Py_BEGIN_ALLOW_THREADS status = hcp_launches_join(
-      view.buf, (int64_t)(view.len / (6 * (Py_ssize_t)sizeof(int64_t))), &kernel, &table, &err);
-  Py_END_ALLOW_THREADS PyBuffer_Release(&view);
+  int held = 0;
+  while (held < 3 && (given[held] == NULL || numbers_from(given[held], keywords[held + (held > 0)],
+                                                          widths[held], &views[held]) == 0))
+    held++;
+  hcp_status status = HCP_OK;
+  if (held == 3) {
+    const hcp_entries entries = {.entries = views[0].buf,
+                                 .count = records_in(&views[0], 6),
+                                 .query_runs = views[1].buf,
+                                 .query_run_count = records_in(&views[1], 4),
+                                 .key_runs = views[2].buf,
+                                 .key_run_count = records_in(&views[2], 4)};
+    Py_BEGIN_ALLOW_THREADS status = hcp_launches_join(&entries, &kernel, &table, &err);
+    Py_END_ALLOW_THREADS
+  }
+  int whole = held == 3;
+  while (held > 0)
+    if (given[--held] != NULL) PyBuffer_Release(&views[held]);
+  if (!whole) return NULL;
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
@@ -56,7 +76,7 @@ static PyMethodDef functions[] = {
     {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,
      "A schedule's launches of a kernel, as words of a table."},
     {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,
-     "Entries of one stage as launches, as words of a table."},
+     "Entries of one stage as launches, and runs over them, as words of a table."},
     {NULL, NULL, 0, NULL}};
 
 int hcp_py_add_launches(PyObject *module) { return PyModule_AddFunctions(module, functions); }

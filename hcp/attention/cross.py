@@ -11,16 +11,22 @@ key-value heads, D head size, E head size of values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp import _core, ops
 from hcp.attention.checks import check, check_options, scale_of, window_of
-from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for, scores_of_sinks, wide
+from hcp.attention.kernels import (
+    Choice,
+    Kernel,
+    LaunchTable,
+    kernel_for,
+    scores_of_sinks,
+    wide,
+)
 from hcp.attention.layer import as_kernels_take
 from hcp.exchange.agreement import (
     Kind,
@@ -31,7 +37,7 @@ from hcp.exchange.agreement import (
     rows_like,
 )
 from hcp.exchange.calls import Calls
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, buffer_of, tensor_of
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Origin, PathTable, places
 from hcp.exchange.transport import Transport, rows_of
@@ -61,51 +67,25 @@ class KeyRoute(PathTable):
     def blocks_of(self, kernel: Kernel) -> Blocks:
         """The launches of a kernel; made once for all layers."""
         if kernel not in self._blocks:
-            runs = self.section("QUERY_RUNS"), self.section("KEY_RUNS")
-            rows = self._query_rows, self.output_rows
-            self._blocks[kernel] = _blocks(kernel, self.entries, *runs, *rows)
+            self._blocks[kernel] = Blocks(self, kernel, self._query_rows)
         return self._blocks[kernel]
 
 
 # ---- blocks --------------------------------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
+class Blocks(LaunchTable):
     """A kernel's launches, and runs that say where their rows belong: (row, rows, launch, row of
     the launch)."""
 
-    launches: list[Launch]
-    query_runs: Tensor
-    key_runs: Tensor
-    query_rows: int
-    key_rows: int
-
-
-def _blocks(
-    kernel: Kernel,
-    entries: Sequence[Entry],
-    query_runs: Tensor,
-    key_runs: Tensor,
-    query_rows: int,
-    key_rows: int,
-) -> Blocks:
-    """``query_runs``, ``key_runs``: of entries."""
-    launches = join(entries, packs=kernel.packs) if entries else []
-    found = {
-        entry: (i, entry.query_row - launch.queries.start, entry.key_row - launch.keys.start)
-        for i, launch in enumerate(launches)
-        for entry in launch.entries
-    }
-    parts = torch.tensor([found[e] for e in entries], dtype=torch.int64, device="cpu").view(-1, 3)
-    runs = _of_launches(query_runs, parts[:, [0, 1]]), _of_launches(key_runs, parts[:, [0, 2]])
-    return Blocks(launches, *runs, query_rows, key_rows)
-
-
-def _of_launches(runs: Tensor, parts: Tensor) -> Tensor:
-    """Runs over entries as runs over launches. ``parts``: (launch, row of the launch) of each
-    entry."""
-    launch, first = parts[runs[:, 2]].unbind(1)
-    return torch.stack([runs[:, 0], runs[:, 1], launch, runs[:, 3] + first], 1)
+    def __init__(self, route: KeyRoute, kernel: Kernel, query_rows: int) -> None:
+        given = (buffer_of(route.section(name)) for name in ("ENTRIES", "QUERY_RUNS", "KEY_RUNS"))
+        entries, queries, keys = given
+        words = _core.join_entries(entries, kernel.packs, queries, keys)
+        super().__init__(tensor_of(words, torch.int64))
+        self.launch_list = self.launches()
+        self.query_runs, self.key_runs = self.section("OUTPUT_RUNS"), self.section("HOME_RUNS")
+        self.query_rows, self.key_rows = query_rows, route.output_rows
 
 
 class _Attend(torch.autograd.Function):
@@ -127,7 +107,7 @@ class _Attend(torch.autograd.Function):
             kernel.forward(
                 launch, query[launch.queries], key[launch.keys], value[launch.keys], scale
             )
-            for launch in blocks.launches
+            for launch in blocks.launch_list
         ]
         if parts:
             outs, lses = ([part[i] for part in parts] for i in range(2))
@@ -145,7 +125,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
-        if not blocks.launches:
+        if not blocks.launch_list:
             return *(torch.zeros_like(x) for x in (query, key, value)), None, None, None
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         parts = [
@@ -160,7 +140,7 @@ class _Attend(torch.autograd.Function):
                 lse[launch.queries],
                 ctx.scale,
             )
-            for launch in blocks.launches
+            for launch in blocks.launch_list
         ]
         placed = (
             (query, blocks.query_runs, blocks.query_rows),

@@ -147,7 +147,7 @@ def test_runs_of_launches_equal_those_of_slow_python(
         sides = Layout(queries, places[0], rank), Layout(keys, places[1], rank)
         blocks = KeyRoute(*sides, window).blocks_of(Kernel(packs))  # type: ignore[arg-type]
         found = [sorted(map(tuple, x.tolist())) for x in (blocks.query_runs, blocks.key_runs)]
-        assert found == launch_runs(blocks.launches)
+        assert found == launch_runs(blocks.launch_list)
 
 
 def test_a_limit_that_reaches_past_every_key_is_none() -> None:

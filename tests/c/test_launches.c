@@ -178,20 +178,41 @@ static void entries_of_unlike_windows_do_not_join(void) {
   const int64_t entries[3][6] = {{0, 4, 0, 4, -3, 0}, {4, 4, 4, 4, -3, 3}, {8, 4, 8, 4, -3, 0}};
   hcp_table *launches;
   hcp_kernel kernel = {.packs = 1};
-  CHECK_INT(hcp_launches_join(entries[0], 3, &kernel, &launches, NULL), HCP_OK);
+  hcp_entries given = {.entries = entries[0], .count = 3};
+  CHECK_INT(hcp_launches_join(&given, &kernel, &launches, NULL), HCP_OK);
   CHECK_INT(records(launches, HCP_LAUNCHES_LAUNCHES), 2);
   CHECK_INT(section(launches, HCP_LAUNCHES_LAUNCHES)[0], 2); /* the first and the last */
   CHECK_INT(section(launches, HCP_LAUNCHES_LAUNCHES)[2], 12);
   CHECK_INT(section(launches, HCP_LAUNCHES_LAUNCHES)[6], 0); /* causal */
   hcp_table_destroy(launches);
-  CHECK_INT(hcp_launches_join(NULL, 0, &kernel, &launches, NULL), HCP_OK);
+  CHECK_INT(hcp_launches_join(&(hcp_entries){0}, &kernel, &launches, NULL), HCP_OK);
   CHECK_INT(records(launches, HCP_LAUNCHES_LAUNCHES), 0);
   hcp_table_destroy(launches);
+}
+
+static void runs_over_entries_become_runs_over_their_launches(void) {
+  const int64_t entries[2][6] = {{0, 4, 0, 6, -9, 9}, {5, 3, 7, 2, -9, 9}};
+  int64_t queries[2][4] = {{0, 4, 0, 0}, {4, 2, 1, 1}}, keys[1][4] = {{3, 2, 1, 0}};
+  hcp_entries given = {entries[0], 2, queries[0], 2, keys[0], 1};
+  hcp_kernel kernel = {.packs = 1};
+  hcp_table *launches;
+  CHECK_INT(hcp_launches_join(&given, &kernel, &launches, NULL), HCP_OK);
+  const int64_t *run = section(launches, HCP_LAUNCHES_OUTPUT_RUNS) + 4;
+  CHECK_INT(run[2], 0); /* both are in one launch */
+  CHECK_INT(run[3], 6); /* in which row 1 of the second entry is row 6 */
+  CHECK_INT(section(launches, HCP_LAUNCHES_HOME_RUNS)[3], 7);
+  hcp_table_destroy(launches);
+  for (int64_t part = -1; part <= 2; part += 3) {
+    keys[0][2] = part;
+    hcp_error err;
+    CHECK_INT(hcp_launches_join(&given, &kernel, &launches, &err), HCP_INVALID);
+  }
 }
 
 int main(void) {
   rows_get_the_same();
   spoiled_words_are_refused_or_harmless();
   entries_of_unlike_windows_do_not_join();
+  runs_over_entries_become_runs_over_their_launches();
   return check_report("test_launches");
 }

@@ -1126,9 +1126,21 @@ enum {
 hcp_status hcp_launches_create(const int64_t *words, int64_t word_count, const hcp_kernel *kernel,
                                hcp_table **launches, hcp_error *err);
 
-/* Join n entries of one stage, each as in ENTRIES, to launches. Of the sections, only LAUNCHES,
- * ENTRIES, QUERY_CUTS and KEY_CUTS have records. */
-hcp_status hcp_launches_join(const int64_t *entries, int64_t n, const hcp_kernel *kernel,
+/* Entries that stand in no schedule, such as those of cross-attention, and runs over them: (row,
+ * rows, entry, row of the entry). Runs may be NULL where there are none. */
+typedef struct hcp_entries {
+  const int64_t *entries; /* each as in ENTRIES */
+  int64_t count;
+  const int64_t *query_runs;
+  int64_t query_run_count;
+  const int64_t *key_runs;
+  int64_t key_run_count;
+} hcp_entries;
+
+/* Join the entries of one stage to launches. Of the sections, LAUNCHES, ENTRIES, QUERY_CUTS and
+ * KEY_CUTS have records; OUTPUT_RUNS has those of the queries, and HOME_RUNS those of the keys,
+ * over launches. HCP_INVALID for a run of an entry that is not there. */
+hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kernel,
                              hcp_table **launches, hcp_error *err);
 
 /* ---- Fixed capacity ----------------------------------------------------- */

@@ -195,8 +195,7 @@ class PackedKernel(Kernel, Protocol):
 def join(entries: Sequence[Entry], *, packs: bool) -> list[Launch]:
     """The entries of one stage as launches of a kernel. ``packs``: see ``Kernel``."""
     fields = array("q", itertools.chain.from_iterable(entries))
-    table = LaunchTable(tensor_of(_core.join_entries(fields, packs), torch.int64))
-    return table.launches()
+    return LaunchTable(tensor_of(_core.join_entries(fields, packs), torch.int64)).launches()
 
 
 class LaunchTable(Sections):
