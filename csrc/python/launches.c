@@ -1,4 +1,4 @@
-/* launches.c - launches of a kernel, from the words of a schedule. */
+/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages. */
 #include "glue.h"
 
 /* The 64-bit numbers of a buffer, read-only. Returns 0, or -1 with an exception set. */
@@ -72,7 +72,34 @@ static PyObject *join_entries(PyObject *module, PyObject *args, PyObject *kwargs
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
+static PyObject *mailbox_rounds(PyObject *module, PyObject *args) {
+  PyObject *sends, *receives, *rows;
+  hcp_moves sent, received;
+  int64_t mailbox_rows;
+  int64_t *values[2] = {NULL, NULL};
+  Py_ssize_t counts[2];
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OOO:mailbox_rounds", &sends, &receives, &rows) ||
+      hcp_py_int64(rows, "mailbox_rows", &mailbox_rows) < 0 ||
+      hcp_py_int64s(sends, "sends", &values[0], &counts[0]) < 0)
+    return NULL;
+  if (hcp_py_int64s(receives, "receives", &values[1], &counts[1]) < 0) {
+    PyMem_Free(values[0]);
+    return NULL;
+  }
+  sent = (hcp_moves){values[0], counts[0] / 3};
+  received = (hcp_moves){values[1], counts[1] / 3};
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status = hcp_mailbox_create(&sent, &received, mailbox_rows, &table, &err);
+  Py_END_ALLOW_THREADS PyMem_Free(values[0]);
+  PyMem_Free(values[1]);
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
 static PyMethodDef functions[] = {
+    {"mailbox_rounds", mailbox_rounds, METH_VARARGS,
+     "Messages of (peer, row, rows) through mailboxes of so many rows, as words of a table."},
     {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,
      "A schedule's launches of a kernel, as words of a table."},
     {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,

@@ -56,6 +56,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int payload_widths[] = {HCP_PAYLOAD_SECTIONS(WIDTH)};
   static const char *const fixed_names[] = {HCP_FIXED_SECTIONS(NAME)};
   static const int fixed_widths[] = {HCP_FIXED_SECTIONS(WIDTH)};
+  static const char *const mailbox_names[] = {HCP_MAILBOX_SECTIONS(NAME)};
+  static const int mailbox_widths[] = {HCP_MAILBOX_SECTIONS(WIDTH)};
   static const char *const launches_names[] = {HCP_LAUNCHES_SECTIONS(NAME)};
   static const int launches_widths[] = {HCP_LAUNCHES_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
@@ -77,6 +79,10 @@ int hcp_py_add_table(PyObject *module) {
           0 ||
       hcp_py_add_owned(module, "FIXED_SECTIONS",
                        sections_tuple(fixed_names, fixed_widths, HCP_FIXED_SECTION_COUNT)) < 0)
+    return -1;
+  if (hcp_py_add_owned(module, "MAILBOX_SECTIONS",
+                       sections_tuple(mailbox_names, mailbox_widths, HCP_MAILBOX_SECTION_COUNT)) <
+      0)
     return -1;
   if (hcp_py_add_owned(
           module, "LAUNCHES_SECTIONS",

@@ -6,8 +6,10 @@ mailbox of its reader, who reads them from there. A longer message goes in round
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp import _core
 from hcp._ranges import ranged
 from hcp.exchange.agreement import Stamp
+from hcp.exchange.layout import tensor_of
 from hcp.exchange.peer import HALVES, PeerMemory
-from hcp.exchange.tables import Move
+from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.transport import row_bytes_of, rows_of
 
 _TABLES = 4096
@@ -186,76 +190,37 @@ class Mailboxes:
         return rounds
 
 
+class _Rounds(Sections):
+    SECTIONS = _core.MAILBOX_SECTIONS
+    PLACES = places(SECTIONS)
+
+    def stages(self) -> list[_Stage]:
+        runs, begin, made = self.section("WRITE_RUNS"), 0, []
+        for reader, rows, end in self.records("WRITES"):
+            made.append(_Stage(reader, rows, runs[begin:end]))
+            begin = end
+        return made
+
+    def stretches(self) -> list[_Stretch]:
+        runs, owners = self.section("READ_RUNS"), self.records("OWNERS")
+        begin, made = (0, 0), []
+        for first, rows, *end in self.records("READS"):
+            own = owners[begin[0] : end[0]]
+            parts = tuple((peer, held) for peer, held, *_ in own)
+            met = frozenset(peer for peer, _, met, _ in own if met)
+            done = tuple(peer for peer, *_, done in own if done)
+            made.append(_Stretch(first, rows, parts, runs[begin[1] : end[1]], met, done))
+            begin = (end[0], end[1])
+        return made
+
+
 def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int) -> list[_Round]:
     """Cut messages into rounds of at most ``mailbox_rows`` rows for each pair of ranks."""
-    rounds: list[_Round] = []
-    while True:
-        out = _window(sends, len(rounds) * mailbox_rows, mailbox_rows)
-        back = _window(receives, len(rounds) * mailbox_rows, mailbox_rows)
-        if not out and not back:
-            return rounds
-        stages = [
-            _Stage(
-                peer,
-                sum(rows for _, rows, _ in pieces),
-                _runs((mailbox_row, rows, 0, row) for row, rows, mailbox_row in pieces),
-            )
-            for peer, pieces in out.items()
-        ]
-        rounds.append(_Round(stages, _stretches(back)))
-
-
-def _window(moves: Iterable[Move], first: int, most: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Rows [first, first + most) of each peer's message: (row of the buffer, rows, row of the
-    mailbox)."""
-    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    before: dict[int, int] = defaultdict(int)
-    for peer, row, rows in moves:
-        start = before[peer]
-        before[peer] += rows
-        begin, end = max(start, first), min(start + rows, first + most)
-        if begin < end:
-            found[peer].append((row + begin - start, end - begin, begin - first))
-    return found
-
-
-def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_Stretch]:
-    pieces = sorted(
-        (row, rows, peer, mailbox_row)
-        for peer, own in back.items()
-        for row, rows, mailbox_row in own
-    )
-    groups: list[list[tuple[int, int, int, int]]] = []
-    for piece in pieces:
-        if groups and sum(groups[-1][-1][:2]) == piece[0]:
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    held = {peer: sum(rows for _, rows, _ in own) for peer, own in back.items()}
-    last = {piece[2]: number for number, group in enumerate(groups) for piece in group}
-    stretches, met = [], set[int]()
-    for number, group in enumerate(groups):
-        owners = list(dict.fromkeys(piece[2] for piece in group))
-        first = group[0][0]
-        stretches.append(
-            _Stretch(
-                first,
-                sum(piece[1] for piece in group),
-                tuple((peer, held[peer]) for peer in owners),
-                _runs(
-                    (row - first, rows, owners.index(peer), mailbox_row)
-                    for row, rows, peer, mailbox_row in group
-                ),
-                frozenset(met.intersection(owners)),
-                tuple(peer for peer in owners if last[peer] == number),
-            )
-        )
-        met.update(owners)
-    return stretches
-
-
-def _runs(records: Iterable[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(list(records), dtype=torch.int64, device="cpu").view(-1, 4)
+    flat = (array("q", itertools.chain.from_iterable(moves)) for moves in (sends, receives))
+    table = _Rounds(tensor_of(_core.mailbox_rounds(*flat, mailbox_rows), torch.int64))
+    stages, stretches = table.stages(), table.stretches()
+    ends = [[0, 0], *table.records("ROUNDS")]
+    return [_Round(stages[a:b], stretches[c:d]) for (a, c), (b, d) in itertools.pairwise(ends)]
 
 
 class MailPending:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import mailbox_tables
 from support.cases import Case, dispatched, loopback_error, staged_by
 from support.mapped import MixedLoopback
 
@@ -167,15 +168,54 @@ def ends(rows: list[list[int]], rank: int) -> tuple[list[Move], list[Move]]:
     return sends, receives
 
 
+def drawn_moves(draw: random.Random) -> list[Move]:
+    peers = draw.sample(range(9), draw.randint(1, 4))
+    moves, at = [], 0
+    for peer in draw.choices(peers, k=draw.randint(1, 6)):
+        at += draw.choice((0, 0, 3))
+        moves.append(Move(peer, at, draw.randint(0, 9)))
+        at += moves[-1].rows
+    return moves
+
+
+def as_lists(rounds: list[Any]) -> list[Any]:
+    """Rounds with tables as lists, which can be compared."""
+    return [
+        [
+            [tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in each) for each in part]
+            for part in one
+        ]
+        for one in rounds
+    ]
+
+
+def test_rounds_equal_those_of_slow_python() -> None:
+    draw = random.Random(6)
+    for _ in range(3000):
+        sends, receives, rows = drawn_moves(draw), drawn_moves(draw), draw.randint(1, 12)
+        found, expected = (
+            as_lists(made(sends, receives, rows)) for made in (rounds_of, mailbox_tables.rounds_of)
+        )
+        assert found == expected, (sends, receives, rows)
+    assert rounds_of([], [], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("moves", "rows", "says"),
+    [
+        ([Move(0, 0, 1)], 0, "mailbox_rows is 0, expected >= 1"),
+        ([Move(0, 0, 1), Move(1, -1, 2)], 4, r"sends\[1\] has -1, expected a rank and rows >= 0"),
+    ],
+)
+def test_moves_that_are_none_are_refused(moves: list[Move], rows: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rounds_of(moves, [], rows)
+
+
 def test_rounds_move_every_row_once() -> None:
     draw = random.Random(5)
     for _ in range(200):
-        peers = draw.sample(range(9), draw.randint(1, 4))
-        moves, at = [], 0
-        for peer in draw.choices(peers, k=draw.randint(1, 6)):
-            at += draw.choice((0, 0, 3))
-            moves.append(Move(peer, at, draw.randint(0, 9)))
-            at += moves[-1].rows
+        moves = drawn_moves(draw)
         mailbox = draw.randint(1, 12)
         sent = {(m.peer, row) for m in moves for row in range(m.row, m.row + m.rows)}
         for number, one in enumerate(rounds_of(moves, moves, mailbox)):

@@ -1143,6 +1143,46 @@ typedef struct hcp_entries {
 hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kernel,
                              hcp_table **launches, hcp_error *err);
 
+/* ---- Mailboxes ---------------------------------------------------------- */
+
+/* Rows of a buffer that are sent to ranks, or received from them: (peer, row, rows) each. */
+typedef struct hcp_moves {
+  const int64_t *moves;
+  int64_t count;
+} hcp_moves;
+
+/* Messages between ranks that reach each other's memory. A rank has mailboxes for each of the
+ * others, of some rows. A message is all rows between two ranks, in the order of the moves; what
+ * does not fit goes in further rounds. A read has rows that follow each other where they are
+ * received.
+ *
+ *   ROUNDS      ends of the round's records in WRITES and READS
+ *   WRITES      (reader, rows, end of its WRITE_RUNS): what is put into the reader's mailbox
+ *   WRITE_RUNS  (row, rows, 0, sent row): rows of the mailbox <- rows that are sent
+ *   READS       (first row, rows, end of its OWNERS, end of its READ_RUNS)
+ *   OWNERS      (peer, rows in its mailbox, 1 if an earlier read of the round has read it, 1 if no
+ *               later read of the round reads it): parts of the read, in order
+ *   READ_RUNS   (row, rows, part, mailbox row): rows from the first row on <- mailboxes */
+#define HCP_MAILBOX_SECTIONS(X) \
+  X(ROUNDS, 2)                  \
+  X(WRITES, 3)                  \
+  X(WRITE_RUNS, 4)              \
+  X(READS, 4)                   \
+  X(OWNERS, 4)                  \
+  X(READ_RUNS, 4)
+
+enum {
+#define HCP_MAILBOX_ENUM(name, width) HCP_MAILBOX_##name,
+  HCP_MAILBOX_SECTIONS(HCP_MAILBOX_ENUM)
+#undef HCP_MAILBOX_ENUM
+      HCP_MAILBOX_SECTION_COUNT
+};
+
+/* Cut one rank's messages into rounds. HCP_INVALID for mailbox_rows < 1, and for numbers of moves
+ * below 0. */
+hcp_status hcp_mailbox_create(const hcp_moves *sends, const hcp_moves *receives,
+                              int64_t mailbox_rows, hcp_table **rounds, hcp_error *err);
+
 /* ---- Fixed capacity ----------------------------------------------------- */
 
 /* What the tables of a layer in a CUDA graph have room for, whatever the plan. Ranks 0 to
