@@ -7,13 +7,13 @@ The scan of Mamba-2 in PyTorch, in chunks of --chunk rows: --heads heads of --he
 states of --state-dim. A pack of --lengths tokens lies on all ranks. Contestants:
 
     whole              one rank scans the whole pack, and nothing travels
-    pass_states        each rank scans its rows, and `cp.pass_states` exchanges states
+    pass_states        each rank scans its rows, and `cp.scan.pass_states` exchanges states
     sequence_to_head   each rank scans whole sequences of some heads, and rows travel; left out
                        where ranks outnumber the heads
 
 Columns: MiB that a rank receives in the forward and in both passes, by the formulas below;
 milliseconds of both passes; `bound`, the part of the time that a rank's even share of `whole` takes
-(1.000: the exchange is free, and ranks share the scan evenly). `auto` marks what `cp.choose_scan`
+(1.000: the exchange is free, and ranks share the scan evenly). `auto` marks what `cp.scan.choose`
 takes. Each is the largest of all ranks; times are the median of rounds in which all take turns.
 
 A rank receives the states and decays of the spans before its last, of each sequence (in rounds
@@ -163,11 +163,11 @@ class Layer:
         return scan_mamba(self.cp, x, logs.to(wide), c.to(wide), spans_of)
 
     def by_heads(self, x: Tensor, logs: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        mine = self.cp.sequence_to_head(torch.cat([x, b, c, logs[..., None]], 2))
+        mine = self.cp.whole.sequence_to_head(torch.cat([x, b, c, logs[..., None]], 2))
         sizes = [x.shape[2], b.shape[2], c.shape[2], 1]
         x, b, c, rate = mine.split(sizes, 2)
         out = self._sequences(self.cp.layout.lengths, x, rate[..., 0], b, c)
-        return self.cp.head_to_sequence(out.to(self.dtype), self.args.heads)
+        return self.cp.whole.head_to_sequence(out.to(self.dtype), self.args.heads)
 
     def _sequences(
         self, lengths: Sequence[int], x: Tensor, logs: Tensor, b: Tensor, c: Tensor
@@ -242,7 +242,7 @@ def print_table(args: argparse.Namespace, layer: Layer, times: dict[str, float])
             f"{args.state_dim}, {args.dtype}"
         )
         print(f"{'scan':18} {'MiB f':>9} {'MiB f+b':>9} {'ms f+b':>9} {'bound':>6}")
-    choice = layer.cp.choose_scan(
+    choice = layer.cp.scan.choose(
         args.heads, row_bytes=layer.row_bytes, state_bytes=layer.state_bytes
     )
     for name, seconds in times.items():

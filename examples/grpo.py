@@ -189,7 +189,7 @@ def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBa
 
 def of_answers(x: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
     """Give every row the value of its answer: (S, A) to (T,)."""
-    return cp.repeat_by_sequence(x).gather(1, local.number[:, None])[:, 0]
+    return cp.sequences.repeat(x).gather(1, local.number[:, None])[:, 0]
 
 
 def losses_of(
@@ -201,7 +201,7 @@ def losses_of(
     if args.ratio == "sequence":  # one ratio of each answer (https://arxiv.org/abs/2507.18071)
         own = F.one_hot(local.number, local.advantages.shape[1])  # (T, A)
         rows = torch.stack((change * local.loss_mask, local.loss_mask), 1)
-        sums = cp.sum_by_sequence(own[:, None] * rows[:, :, None])  # (S, 2, A)
+        sums = cp.sequences.sum(own[:, None] * rows[:, :, None])  # (S, 2, A)
         change = of_answers(sums[:, 0] / sums[:, 1], cp, local)
     advantage = of_answers(local.advantages, cp, local)
     ratio = change.exp()

@@ -51,7 +51,7 @@ class Ring:
         uneven = [n for n in lengths if n % (2 * cp.degree)]
         if uneven:
             raise ValueError(f"lengths {uneven} expected to be multiples of {2 * cp.degree}")
-        self.size, self.place, self.ranks = cp.degree, cp.place, cp.global_ranks
+        self.size, self.place, self.ranks = cp.degree, cp.group.rank, cp.group.global_ranks
         device = cp.cu_seqlens.device
         self.kernel: Kernel = kernel_for(device, dtype, Choice(family))
         own = [n // self.size for n in lengths]

@@ -26,7 +26,7 @@ from hcp.attention.cross import KeyRoute
 from hcp.attention.kernels import wide
 from hcp.attention.latent import Expand, check_expanded
 from hcp.exchange.agreement import Stamp, refuse_transforms
-from hcp.exchange.calls import Calls
+from hcp.exchange.calls import Calls, HandlerPart
 from hcp.exchange.layout import Layout
 from hcp.exchange.move import copy_rows, exchange_rows
 from hcp.exchange.tables import Move
@@ -38,54 +38,97 @@ _ELEMENTS = 2**24
 _CAUSAL = -1, 0
 
 
-class SparseAttention:
-    """Makes the calls of sparse attention of a handler: ``top_k_keys`` and ``sparse_attention`` of
-    :class:`hcp.ContextParallelHandler`, which say what they do."""
+class SparseAttention(HandlerPart):
+    """The keys that an indexer chooses, and attention to the chosen keys: ``cp.sparse``."""
 
     def __init__(self, layout: Layout, transport: Transport, calls: Calls) -> None:
         self._layout, self._transport, self._calls = layout, transport, calls
 
     def top_k(
-        self, query: Tensor, key: Tensor, weights: Tensor, top_k: int, relu: bool
+        self, query: Tensor, key: Tensor, weights: Tensor, top_k: int, *, relu: bool = True
     ) -> tuple[Tensor, Tensor]:
+        """Choose, for each row, the keys of its sequence up to itself that an indexer scores
+        highest (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556).
+
+        The score of key s for query t is the sum over the indexer's heads of weights[t, h] *
+        relu(query[t, h] . key[s]), computed in float32 or wider. Of equal scores the first keys are
+        chosen.
+
+        Rows of ``key`` travel to the ranks whose rows may see them. Every rank of the group calls
+        it. Not for compiled layers.
+
+        Args:
+            query: (T, heads, size), the indexer's.
+            key: (T, size), the indexer's.
+            weights: (T, heads), the indexer's.
+            top_k: keys of a row.
+            relu: False sums the products themselves.
+
+        Returns:
+            Indices, int64 (T, top_k): places of keys in the row's sequence, ascending, -1 where it
+            has fewer; and their scores (T, top_k), -inf for none, with gradients, for the indexer's
+            own loss.
+        """
+
         def chosen(number: int) -> tuple[Tensor, Tensor]:
-            refuse_transforms("top_k_keys", query, key, weights)
-            self._refuse_masks("top_k_keys")
+            refuse_transforms("sparse.top_k", query, key, weights)
+            self._refuse_masks("sparse.top_k")
             self._check_indexer(query, key, weights, top_k)
-            stamp = self._stamp("top_k_keys", number, key, top_k=top_k, relu=int(relu))
+            stamp = self._stamp("sparse.top_k", number, key, top_k=top_k, relu=int(relu))
             whole = copy_rows(self._transport, self._route, [key.contiguous()], stamp)
             with torch.no_grad():
                 places = self._choose(query, whole, weights, top_k, relu)
             rows = _from(places, self._starts)
             return places, _IndexScores.apply(query, whole, weights, rows, relu)  # type: ignore[no-untyped-call]
 
-        return self._calls.make("top_k_keys", chosen)
+        return self._calls.make("sparse.top_k", chosen)
 
-    def attend(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor | None,
-        places: Tensor,
-        expand: Expand | None,
-        softmax_scale: float | None,
+        value: Tensor | None = None,
+        *,
+        indices: Tensor,
+        expand: Expand | None = None,
+        softmax_scale: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output (T, H, E), log-sum-exp (T, H), and mean weights (T, K) without a gradient."""
+        """Compute attention of each row to the keys that were chosen for it, with gradients.
+
+        Each rank fetches the rows that its own rows chose, each once. It computes the formula, a
+        few rows at a time. Every rank of the group calls it. Not for compiled layers.
+
+        Args:
+            query: (T, H, D).
+            key: (T, G, D), or latent rows (T, W) with ``expand``.
+            value: (T, G, E); left out with ``expand``.
+            indices: what ``top_k`` gives, int64 (T, K), places of keys in the row's sequence,
+                none after the row itself and none twice, -1 for none; all heads attend to the same
+                keys.
+            expand: as in ``cp.attention``; it may be any function here, and gets the rows that this
+                rank fetched.
+            softmax_scale: by default 1 / sqrt(D).
+
+        Returns:
+            The output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means over
+            the heads, without a gradient: the target of the indexer's loss. A row without keys
+            gives 0, and -inf as its log-sum-exp.
+        """
 
         def attended(number: int) -> tuple[Tensor, Tensor, Tensor]:
             tensors = [query, key] if value is None else [query, key, value]
-            refuse_transforms("sparse_attention", *tensors)
-            self._refuse_masks("sparse_attention")
+            refuse_transforms("sparse.attention", *tensors)
+            self._refuse_masks("sparse.attention")
             given = [as_autocast(x) for x in tensors]
-            self._check_rows(given, places, expand)
+            self._check_rows(given, indices, expand)
             queries, *keys = given
             rows = torch.cat([x.flatten(1) for x in keys], 1)
             scale = scale_of(queries, softmax_scale)
-            options = {"top_k": places.shape[1], "latent": int(expand is not None)}
+            options = {"top_k": indices.shape[1], "latent": int(expand is not None)}
             stamps = [
-                self._stamp("sparse_attention", number, rows, **options, part=i) for i in (0, 1)
+                self._stamp("sparse.attention", number, rows, **options, part=i) for i in (0, 1)
             ]
-            fetched, chosen = self._fetch(rows, _from(places, self._starts), stamps)
+            fetched, chosen = self._fetch(rows, _from(indices, self._starts), stamps)
             if expand is None:
                 sizes = [x.shape[1:].numel() for x in keys]
                 parts = torch.split(fetched, sizes, 1)
@@ -95,7 +138,7 @@ class SparseAttention:
             result: tuple[Tensor, Tensor, Tensor] = _Chosen.apply(queries, *own, chosen, scale)  # type: ignore[no-untyped-call]
             return result
 
-        return self._calls.make("sparse_attention", attended)
+        return self._calls.make("sparse.attention", attended)
 
     # ---- checks ----
 
@@ -154,7 +197,7 @@ class SparseAttention:
             )
         wrong = (places < -1) | (places > self._positions.unsqueeze(1))
         before, after = places[:, :-1], places[:, 1:]
-        ascend = (after < 0) | ((before >= 0) & (before < after))  # as top_k_keys gives them
+        ascend = (after < 0) | ((before >= 0) & (before < after))  # as top_k gives them
         outside, unordered = torch.stack([wrong.any(), ~ascend.all()]).tolist()
         if unordered and not outside:
             _refuse_twice(places)

@@ -6,6 +6,7 @@ T rows on this rank, S rows of its group, H heads, h heads of this rank.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,31 +16,62 @@ from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.head_shares import split
 from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
-from hcp.exchange.calls import Calls
-from hcp.exchange.layout import Layout
+from hcp.exchange.calls import Calls, HandlerPart
+from hcp.exchange.layout import Layout, rows_in_whole
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Transport
 
 
-class WholeSequences:
-    """Makes the calls of a handler that exchange rows for heads, or heads for rows."""
+class WholeSequences(HandlerPart):
+    """Rows of some tokens exchanged for whole sequences of some heads, and back: ``cp.whole``.
+
+    The whole sequences are all those of the group, end to end, then each rank's padding.
+    """
 
     def __init__(
-        self, layout: Layout, transport: Transport, calls: Calls, schedules: Schedules, rows: int
+        self,
+        layout: Layout,
+        transport: Transport,
+        calls: Calls,
+        schedules: Schedules,
+        cu_seqlens: Tensor,
     ) -> None:
-        """``rows``: S."""
         self._layout, self._transport = layout, transport
-        self._calls, self._schedules, self._rows = calls, schedules, rows
+        self._calls, self._schedules = calls, schedules
+        self.cu_seqlens = cu_seqlens
+        """int32 (documents + 1,): tokens of each document, summed: the rows of sequence_to_head. A
+        sequence is one document, unless its mask begins others. Under ``alignment``, each rank's
+        padding follows, as documents of their own."""
+        self._rows = int(cu_seqlens[-1])
+
+    @cached_property
+    def row_indices(self) -> Tensor:
+        """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
+        to end, then each rank's padding."""
+        return rows_in_whole(self._layout).to(self._transport.device)
 
     def head_slice(self, count: int) -> slice:
-        """The heads, of ``count``, that this rank computes."""
+        """The heads, of ``count``, that ``sequence_to_head`` gives this rank: consecutive ones,
+        split as evenly as possible, perhaps none. All of them on a rank without rows."""
         layout = self._layout
         if layout.degree == 0:
             return slice(0, count)
         return split(count, layout.degree)[self._transport.rank - layout.first_rank]
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """(T, H, ...) to (S, h, ...)."""
+    def sequence_to_head(self, x: Tensor) -> Tensor:
+        """Exchange rows of some tokens for whole sequences of some heads, with gradients.
+
+        Layers that scan sequences need it: Mamba, gated delta nets, convolutions. Every rank of the
+        group calls it.
+
+        Args:
+            x: (T, H, ...).
+
+        Returns:
+            (S, h, ...): all tokens of the group's sequences in order, end to end
+            (``cu_seqlens`` has the bounds of their documents), and the heads
+            ``head_slice(H)``.
+        """
 
         def exchanged(number: int) -> Tensor:
             rows = self._layout.rows
@@ -47,10 +79,18 @@ class WholeSequences:
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, heads, ...)")
             return self._exchange(x, x.shape[1], number, to_heads=True)
 
-        return self._calls.make("sequence_to_head", exchanged)
+        return self._calls.make("whole.sequence_to_head", exchanged)
 
-    def to_rows(self, x: Tensor, count: int) -> Tensor:
-        """(S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
+    def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
+        """Undo ``sequence_to_head``.
+
+        Args:
+            x: (S, h, ...).
+            count: heads in all.
+
+        Returns:
+            (T, H, ...).
+        """
 
         def exchanged(number: int) -> Tensor:
             own = self.head_slice(count)
@@ -59,12 +99,12 @@ class WholeSequences:
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
             return self._exchange(x, count, number, to_heads=False)
 
-        return self._calls.make("head_to_sequence", exchanged)
+        return self._calls.make("whole.head_to_sequence", exchanged)
 
     def _exchange(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        operation = "sequence_to_head" if to_heads else "head_to_sequence"
+        operation = "whole.sequence_to_head" if to_heads else "whole.head_to_sequence"
         self._layout.plan.core.expect_no_branches(f"cp.{operation}")
         refuse_transforms(operation, x)
         if self._layout.degree == 0:

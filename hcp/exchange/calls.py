@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hcp._this_process import OfThisProcess
 from hcp.exchange.agreement import (
     Kind,
     LayerName,
@@ -24,6 +25,7 @@ from hcp.exchange.agreement import (
     rows_like,
 )
 from hcp.exchange.callers import calling_module
+from hcp.exchange.move import AllPairs
 from hcp.exchange.tables import Origin
 from hcp.exchange.transport import Transport
 
@@ -41,6 +43,8 @@ class Calls:
         self._transport, self._origin, self._sites = transport, origin, sites
         self.group = group
         """The ranks that compute this rank's sequences."""
+        self.pairs = AllPairs(group, transport.rank)
+        """A row from each of them to each other, for calls that all of them compare."""
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of the group's calls."""
         self._domain_numbers: Iterator[int] = itertools.count(1)
@@ -123,6 +127,24 @@ class Calls:
         """Compare the first call of a kind with the peers of these moves, and return its stamp."""
         agree_once(self._transport, moves, stamp)
         return stamp
+
+    def agreed_stamp(self, operation: str, number: int, x: Tensor, **options: int | str) -> Stamp:
+        """The stamp of a call whose rows are like those of x, once all ranks of the group have
+        compared it."""
+        return self.agree(self.pairs, self.stamp(operation, number, x, x.dtype, **options))
+
+
+class HandlerPart(OfThisProcess):
+    """A part of a handler under a name of its own, such as ``cp.scan``.
+
+    A part holds what it needs of the handler, and not the handler: they are freed together without
+    the garbage collector, and the part can be kept alone.
+    """
+
+    _ELSEWHERE = (
+        "send the plan and the samples, and call hcp.dispatch there; cp.layout and local are "
+        "pickled"
+    )
 
 
 _warnings = itertools.count()

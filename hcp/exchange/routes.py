@@ -45,7 +45,7 @@ class Routes:
 
     def halo(self, before: int) -> Route:
         """Each span after the ``before`` rows that precede it in its document."""
-        self._of[0].core.expect_no_branches("cp.halo")
+        self._of[0].core.expect_no_branches("cp.scan.halo")
         before = expect_size("before", before, least=0)
         return self._kept(("halo", before), lambda: Route.halo(*self._of, before))
 

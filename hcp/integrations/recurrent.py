@@ -32,10 +32,10 @@ def convolve(
     `convolution`: (rows, channels) to the same, as if zeros came before its first row; a row sees
     itself and `taps - 1` rows before it.
     """
-    near = cp.halo(x, taps - 1)
+    near = cp.scan.halo(x, taps - 1)
     if len(near) == 0:  # no convolution takes it, and weights want gradients
         return convolution(F.pad(near, (0, 0, 0, 1)))[:0]
-    return convolution(near)[cp.halo_rows(taps - 1)]
+    return convolution(near)[cp.scan.halo_rows(taps - 1)]
 
 
 def scan_mamba(
@@ -58,7 +58,7 @@ def scan_mamba(
     out, states = scan(spans) if spans else (x, _no_states(x, reads, wide))
     states = states.to(wide)
     decays = [logs[span].sum(0).exp()[:, None, None] for span in spans]
-    entering = cp.pass_states(states, torch.stack(decays) if decays else states[..., :1, :1])
+    entering = cp.scan.pass_states(states, torch.stack(decays) if decays else states[..., :1, :1])
     if not spans:
         return _touched(x, entering, logs, *beside)
     outs = []
@@ -96,12 +96,12 @@ def delta_rule(
     """Compute a gated delta rule along documents: (T, H, V).
 
     `rule`: a function as `fla.ops.gated_delta_rule.chunk_gated_delta_rule`. `gates`: its `g` and
-    `beta`, (T, H, ...). Passes states or exchanges rows for heads, as `cp.choose_scan` says.
+    `beta`, (T, H, ...). Passes states or exchanges rows for heads, as `cp.scan.choose` says.
     """
     (heads, width), keys = value.shape[1:], key.shape[2]
     wide = max(4, value.element_size())
     rows = sum(math.prod(x.shape[1:]) * x.element_size() for x in gates.values())
-    choice = cp.choose_scan(
+    choice = cp.scan.choose(
         heads,
         row_bytes=heads * (2 * keys + 2 * width) * value.element_size() + rows,
         state_bytes=heads * keys * (keys + width) * wide,
@@ -141,7 +141,7 @@ def _delta_by_states(
     else:
         out, made = wide, _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide, dtype)
     states, transitions = torch.split(made.to(dtype), [width, keys], -1)
-    entering = cp.pass_states(states, transition=transitions)
+    entering = cp.scan.pass_states(states, transition=transitions)
     if not sizes:
         return _touched(value, query, key, entering, *gates.values())
     with _without_autocast(value):
@@ -164,18 +164,18 @@ def _delta_by_heads(
     """Each rank computes whole sequences of some value heads."""
     heads, keys = value.shape[1], key.shape[2]
     query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
-    mixed = cp.sequence_to_head(torch.cat([query, key, value], 2))
+    mixed = cp.whole.sequence_to_head(torch.cat([query, key, value], 2))
     parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
     widths = [x.shape[2] for x in parts]
-    own = torch.split(cp.sequence_to_head(torch.cat(parts, 2)), widths, 2)
+    own = torch.split(cp.whole.sequence_to_head(torch.cat(parts, 2)), widths, 2)
     mine = {  # gates of several dtypes travelled in the widest
         name: (x if gate.dim() == 3 else x.squeeze(2)).to(gate.dtype)
         for (name, gate), x in zip(gates.items(), own, strict=True)
     }
     query, key, value = torch.split(mixed, [keys, keys, mixed.shape[2] - 2 * keys], 2)
-    sizes = cp.whole_cu_seqlens.diff().tolist()
+    sizes = cp.whole.cu_seqlens.diff().tolist()
     out, _ = _delta_of(sizes, rule, query, key, value, mine, options)
-    return cp.head_to_sequence(out, heads)
+    return cp.whole.head_to_sequence(out, heads)
 
 
 def _delta_of(

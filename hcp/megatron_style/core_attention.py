@@ -197,7 +197,12 @@ def _lent(
     if cp.degree > 1:
         with calls.checking("core_attn"):
             _check_lent(cp, cp_group)
-        to_lend: tuple[Any, ...] = (cp_group, cp.global_ranks, _stream(cp, attn_mod), comm_type)
+        to_lend: tuple[Any, ...] = (
+            cp_group,
+            cp.group.global_ranks,
+            _stream(cp, attn_mod),
+            comm_type,
+        )
     else:
         to_lend = (None, None, None, comm_type)
     before = [getattr(attn_mod, name, None) for name in _LENT]
@@ -280,7 +285,7 @@ def _whole(
             "arguments"
         )
     out = out.reshape(rows, own, value.shape[2])
-    out = out[:0] if cp.degree == 0 else cp.head_to_sequence(out, heads)
+    out = out[:0] if cp.degree == 0 else cp.whole.head_to_sequence(out, heads)
     return formats.from_rows(out, batch, qkv_format).flatten(-2)
 
 
@@ -302,7 +307,7 @@ def _share(cp: Handler, query: Tensor, key: Tensor, value: Tensor) -> list[Tenso
     side_by_side = [
         x.reshape(x.shape[0], units, h * d) for x, (h, d) in zip(columns, shapes, strict=True)
     ]
-    whole = cp.sequence_to_head(torch.cat(side_by_side, 2))
+    whole = cp.whole.sequence_to_head(torch.cat(side_by_side, 2))
     parts = torch.split(whole, [h * d for h, d in shapes], 2)
     own = whole.shape[1]
     # Columns of several dtypes travelled in the widest.

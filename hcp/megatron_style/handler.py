@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.layout import Layout
+from hcp.exchange.sums import HandlerGroup
 
 
 class Handler(Protocol):
@@ -18,19 +20,11 @@ class Handler(Protocol):
     rows: int
     degree: int
     max_seqlen: int
-    whole_cu_seqlens: Tensor
+    group: HandlerGroup
+    whole: WholeSequences
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def global_ranks(self) -> list[int]: ...
-
-    @property
-    def rows_in_whole(self) -> Tensor: ...
 
     @property
     def attention(self) -> Callable[..., Any]: ...
@@ -40,7 +34,3 @@ class Handler(Protocol):
 
     @property
     def packed_seq_params(self) -> Callable[..., Any]: ...
-
-    def sequence_to_head(self, x: Tensor) -> Tensor: ...
-
-    def head_to_sequence(self, x: Tensor, count: int) -> Tensor: ...

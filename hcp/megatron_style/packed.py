@@ -74,7 +74,7 @@ def whole_params(cp: Handler, cls: Any) -> Any:
 
 
 def _params(cp: Handler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
-    bounds, longest = cp.whole_cu_seqlens, max(cp.max_seqlen, *cp.layout.paddings, 0)
+    bounds, longest = cp.whole.cu_seqlens, max(cp.max_seqlen, *cp.layout.paddings, 0)
     said = PackedSeqParams(
         "thd", bounds, bounds, bounds, bounds, longest, longest, cp_size, cp_group
     )
@@ -100,7 +100,7 @@ def check_group(cp: Handler, cp_group: Any) -> None:
     for level in levels:
         place += size * level.rank()
         size *= level.size()
-    own = cp.place
+    own = cp.group.rank
     if (size, place) != (max(cp.degree, 1), own):
         raise ValueError(
             f"cp_group is of {size} ranks, of which this one is number {place}, expected "
@@ -183,7 +183,7 @@ def get_thd_batch_on_this_cp_rank(
     if cp_size is not None:
         _expect("cp_size", cp_size, max(cp_handler.degree, 1))
     if cp_rank is not None:
-        _expect("cp_rank", cp_rank, cp_handler.place)
+        _expect("cp_rank", cp_rank, cp_handler.group.rank)
     return get_batch_on_this_cp_rank(batch, cp_handler), cp_handler.packed_seq_params()
 
 
@@ -224,7 +224,7 @@ def _on_this_rank(name: str, value: Any, cp: Handler) -> Any:
 
 def _rows_of(value: Tensor, cp: Handler) -> Tensor:
     """Take this rank's rows (T, ...) of the whole sequences (S, ...), with zeros in padding."""
-    rows, real = cp.rows_in_whole.to(value.device), cp.rows - cp.layout.padding
+    rows, real = cp.whole.row_indices.to(value.device), cp.rows - cp.layout.padding
     own = value[rows[:real]]
     if real == cp.rows:
         return own
@@ -235,7 +235,7 @@ def _mask_of_this_rank(mask: Tensor, cp: Handler) -> Tensor:
     lengths, queries = cp.layout.lengths, mask.shape[2] if mask.dim() == 4 else -1
     if cp.degree == 0 and queries >= 0:
         return mask[:, :, :0]
-    rows = cp.rows_in_whole[: cp.rows - cp.layout.padding].to(mask.device)
+    rows = cp.whole.row_indices[: cp.rows - cp.layout.padding].to(mask.device)
     if queries == sum(lengths):
         return mask.index_select(2, rows)
     if set(lengths) == {queries}:  # every sequence is cut alike

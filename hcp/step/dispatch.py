@@ -376,13 +376,13 @@ class Step:
             return
         with Arrival(self._micro_batches[0][0].device) as arrival:
             for cp, local in self._micro_batches:
-                cp.arrive(arrival.bring)
+                cp._arrive(arrival.bring)
                 local._arrive(arrival)
 
     def pin(self) -> None:
         """Put tables and rows into memory from which GPUs copy while hosts go on."""
         for cp, local in self._micro_batches:
-            cp.pin()
+            cp._pin()
             local._pin()
 
     def __len__(self) -> int:
@@ -418,7 +418,7 @@ class Step:
     def later_stats(self) -> Callable[[], StepStats]:
         """Note what layers have received, and return a function that computes the numbers of
         ``stats`` when somebody reads them. It keeps the plan, and neither rows nor tables."""
-        received = sum([cp.layer_bytes for cp, _ in self._micro_batches])
+        received = sum([cp.comm.layer_bytes for cp, _ in self._micro_batches])
         return partial(stats_of, self.plan, received, self.planning)
 
     def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
@@ -443,7 +443,7 @@ class Step:
         as for ``combine``.
 
         Args:
-            results: of each micro-batch, in order, (sequences, ...), as ``cp.sum_by_sequence`` has
+            results: of each micro-batch, in order, (sequences, ...), as ``cp.sequences.sum`` has
                 them; those of each group's first rank are taken.
 
         Returns:
@@ -453,7 +453,7 @@ class Step:
         def cut(values: Tensor, _: list[int]) -> Sequence[Tensor]:
             return values.unbind()
 
-        return self._brought_back(results, lambda cp, x: cp.combine_by_sequence(x), cut)
+        return self._brought_back(results, lambda cp, x: cp.sequences.combine(x), cut)
 
     def _brought_back(
         self,
@@ -532,7 +532,7 @@ def dispatch(
         hierarchical_context_parallel_sizes: of the levels of "a2a+p2p", the inner all-to-all first
             and the ring last. When the plan has one degree only, their product is this degree; else
             a group of degree d has the largest inner level up to the one given that divides d, has
-            a query head for each of its ranks and stays in a node: ``cp.comm_choices`` says which.
+            a query head for each of its ranks and stays in a node: ``cp.comm.choices`` says which.
         window_sizes: the sliding windows of compiled layers; others need not be named.
         heads: (query heads, key-value heads) of compiled layers under "a2a+p2p" or "auto".
         loss_mask: the field whose sum over the whole batch is its number of loss tokens.

@@ -13,42 +13,41 @@ from torch.nn import functional as F
 from hcp._ranges import ranged
 from hcp._this_process import OfThisProcess
 from hcp._words import CommType, GradReduce, QkvFormat, ScanType
-from hcp.attention import comm_types as comm
 from hcp.attention import latent, operator
 from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
-from hcp.attention import scan_types as scans
 from hcp.attention.checks import window_of
+from hcp.attention.comm_choices import CommChoices
 from hcp.attention.cross import CrossAttention
 from hcp.attention.prepared import Prepared, prepared_of
+from hcp.attention.scan import Scan
 from hcp.attention.schedules import Schedules
 from hcp.attention.sparse import SparseAttention
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms
-from hcp.exchange.calls import Calls
+from hcp.exchange.calls import Calls, HandlerPart
 from hcp.exchange.layout import (
     Layout,
-    halo_rows,
     position_count,
     positions_of,
-    rows_in_whole,
     rows_may_vary,
-    span_rows,
     whole_cu_seqlens,
 )
 from hcp.exchange.routes import Routes
 from hcp.exchange.row_calls import RowCalls
+from hcp.exchange.sums import HandlerGroup, SequenceValues
 from hcp.exchange.tables import Origin
 from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
 from hcp.step.loss import LossTokens, check_grad_reduce, check_losses, masked_sum, mean_loss
+from hcp.step.moved_names import MovedNames
 from hcp.step.payloads import LocalPayload, Splits
 
 
-class ContextParallelHandler(OfThisProcess):
+class ContextParallelHandler(MovedNames, OfThisProcess):
     """The context parallelism that layers use, for one rank and micro-batch.
 
     Made by :func:`hcp.dispatch`, unchanged from then on, and passed to layers explicitly: the
@@ -57,10 +56,7 @@ class ContextParallelHandler(OfThisProcess):
     NotImplementedError.
     """
 
-    _ELSEWHERE = (
-        "send the plan and the samples, and call hcp.dispatch there; cp.layout and local are "
-        "pickled"
-    )
+    _ELSEWHERE = HandlerPart._ELSEWHERE
 
     kernel_family = "auto"
     """The backend whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
@@ -107,9 +103,9 @@ class ContextParallelHandler(OfThisProcess):
                 finding ranks that make calls of one kind in different orders.
             scan_type: how recurrent layers get past the borders of ranks: "pass_states",
                 "sequence_to_head", or "auto", by bytes.
-            arrives: False where ``arrive`` is called later, on the thread whose layers run.
+            arrives: False where :meth:`hcp.Step.arrive` brings the tables later, on the thread
+                whose layers run.
         """
-        scans.check_scan_type(scan_type)
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
             raise ValueError(
                 f"the plan has masks, which the attention of {type(self).__name__} does not take, "
@@ -120,9 +116,6 @@ class ContextParallelHandler(OfThisProcess):
         self.layout = layout
         self.micro_batch = micro_batch
         self._origin = Origin(plan.checksum, step, micro_batch)
-        self.scan_type: ScanType = scan_type
-        """How recurrent layers get past the borders of ranks, as it was asked for."""
-        self._scan_choices: dict[scans.ScanSizes, scans.ScanChoice] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._calls = calls = Calls(transport, self._origin, group, stamp_call_sites)
         self.rows = layout.rows
@@ -134,11 +127,7 @@ class ContextParallelHandler(OfThisProcess):
         self.position_ids = positions_of(layout)
         """int64 (T,): each row's position: its place in its sequence, or what the sequence's mask
         says; 0 in padding."""
-        whole = whole_cu_seqlens(layout)
-        self.whole_cu_seqlens = whole
-        """int32 (documents + 1,): tokens of each document, summed: the rows of sequence_to_head. A
-        sequence is one document, unless its mask begins others. Under ``alignment``, each rank's
-        padding follows, as documents of their own."""
+        whole = whole_cu_seqlens(layout)  # refuses more tokens than schedules should see
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
         self._position_count = position_count(layout)
@@ -158,34 +147,38 @@ class ContextParallelHandler(OfThisProcess):
         self._schedules.prepare_all(window_sizes, heads)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
         self._cross = CrossAttention(layout, transport, calls, self._origin, self.kernel_family)
-        self._sparse = SparseAttention(layout, transport, calls)
-        self._routes = Routes(layout, sources)
-        self._rows = RowCalls(layout, transport, calls, self._routes)
+        self._routes = routes = Routes(layout, sources)
+        self._rows = RowCalls(transport, calls, routes)
         self._splits = {} if payloads is None else payloads
-        self._whole = WholeSequences(layout, transport, calls, self._schedules, int(whole[-1]))
+        self.comm = CommChoices(self._schedules)
+        """The comm types that layers use, and the bytes that they receive."""
+        self.group = HandlerGroup(layout, transport, calls)
+        """The ranks that compute these sequences, and sums over them."""
+        self.scan = Scan(layout, transport, calls, routes, scan_type)
+        """Rows before a span and states between spans, for layers that scan their own rows."""
+        self.sequences = SequenceValues(layout, transport, calls, routes, self.cu_seqlens)
+        """A value of each sequence: summed, repeated for rows, or brought back."""
+        self.sparse = SparseAttention(layout, transport, calls)
+        """Attention to chosen keys."""
+        self.whole = WholeSequences(layout, transport, calls, self._schedules, whole)
+        """Whole sequences of some heads, for layers that scan all rows."""
         if arrives:
-            self.arrive()
+            self._arrive()
 
-    def arrive(self, bring: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Bring the tables of rows to the device of the domain. :class:`hcp.Step` calls it.
-        ``bring``: copies a table to it."""
+    def _arrive(self, bring: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Bring the tables of rows to the device of the domain, for :class:`hcp.Step`. ``bring``:
+        copies a table to it."""
         self._replace_tables(bring or (lambda table: table.to(self.device, non_blocking=True)))
         self.position_ids = rows_may_vary(self.position_ids)
 
-    def pin(self) -> None:
+    def _pin(self) -> None:
         """Put the tables of rows into memory from which GPUs copy while hosts go on."""
         self._replace_tables(Tensor.pin_memory)
 
     def _replace_tables(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.cu_seqlens = change(self.cu_seqlens)
+        self.cu_seqlens = self.sequences._cu_seqlens = change(self.cu_seqlens)
         self.position_ids = change(self.position_ids)
-        self.whole_cu_seqlens = change(self.whole_cu_seqlens)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes that this rank receives in the forward of one attention layer: of the kind of layer
-        with the most so far, 0 before the first."""
-        return self._schedules.layer_bytes
+        self.whole.cu_seqlens = change(self.whole.cu_seqlens)
 
     @property
     def head_chunks(self) -> int:
@@ -208,42 +201,6 @@ class ContextParallelHandler(OfThisProcess):
     def device(self) -> torch.device:
         """The device of the domain's rows."""
         return self._transport.device
-
-    @property
-    def place(self) -> int:
-        """This rank's number in its group, 0 on a rank without rows."""
-        return self._transport.rank - self.layout.first_rank if self.degree else 0
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """The group's ranks, as the job numbers them."""
-        first = self.layout.first_rank
-        return list(self._transport.global_ranks[first : first + self.degree])
-
-    @cached_property
-    def rows_in_whole(self) -> Tensor:
-        """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
-        to end, then each rank's padding."""
-        return rows_in_whole(self.layout).to(self.device)
-
-    @cached_property
-    def span_cu_seqlens(self) -> Tensor:
-        """int32 (N + 1,): rows of each of this rank's spans, summed. A span is a run of consecutive
-        tokens of one document, which has at most two on a rank, unless masks cut sequences
-        otherwise; padding is one more."""
-        bounds = torch.tensor([0, *span_rows(self.layout)], dtype=torch.int64, device="cpu")
-        return bounds.cumsum(0).int().to(self.device)
-
-    @property
-    def comm_choices(self) -> tuple[comm.CommChoice, ...]:
-        """The comm type that this rank's group uses for each one, mask and number of heads that
-        layers have named so far or that were prepared, each with the reason."""
-        return self._schedules.choices
-
-    @property
-    def default_comm_type(self) -> str:
-        """The comm type of a layer that names none."""
-        return self._schedules.default
 
     # ---- attention ----
 
@@ -450,7 +407,7 @@ class ContextParallelHandler(OfThisProcess):
           ``cp_group``, the comm type, and this micro-batch's PackedSeqParams for the call, and its
           own group back afterwards. It cuts sequences itself, so that their lengths must be
           divisible by 2 * degree.
-        - Any other: it sees whole sequences (``whole_cu_seqlens``) and its share of the heads, in
+        - Any other: it sees whole sequences (``whole.cu_seqlens``) and its share of the heads, in
           the format of query, and computes heads independently. With fewer key-value heads than the
           exchange can split, they are repeated.
 
@@ -592,68 +549,6 @@ class ContextParallelHandler(OfThisProcess):
         )
         return (out, lse) if return_lse else out
 
-    # ---- sparse attention ----
-
-    def top_k_keys(
-        self, query: Tensor, key: Tensor, weights: Tensor, top_k: int, *, relu: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Choose, for each row, the keys of its sequence up to itself that an indexer scores
-        highest (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556).
-
-        The score of key s for query t is the sum over the indexer's heads of weights[t, h] *
-        relu(query[t, h] . key[s]), computed in float32 or wider. Of equal scores the first keys are
-        chosen.
-
-        Rows of ``key`` travel to the ranks whose rows may see them. Every rank of the group calls
-        it. Not for compiled layers.
-
-        Args:
-            query: (T, heads, size), the indexer's.
-            key: (T, size), the indexer's.
-            weights: (T, heads), the indexer's.
-            top_k: keys of a row.
-            relu: False sums the products themselves.
-
-        Returns:
-            Indices, int64 (T, top_k): places of keys in the row's sequence, ascending, -1 where it
-            has fewer; and their scores (T, top_k), -inf for none, with gradients, for the indexer's
-            own loss.
-        """
-        return self._sparse.top_k(query, key, weights, top_k, relu)
-
-    def sparse_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        indices: Tensor,
-        expand: latent.Expand | None = None,
-        softmax_scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute attention of each row to the keys that were chosen for it, with gradients.
-
-        Each rank fetches the rows that its own rows chose, each once. It computes the formula, a
-        few rows at a time. Every rank of the group calls it. Not for compiled layers.
-
-        Args:
-            query: (T, H, D).
-            key: (T, G, D), or latent rows (T, W) with ``expand``.
-            value: (T, G, E); left out with ``expand``.
-            indices: what ``top_k_keys`` gives, int64 (T, K), places of keys in the row's sequence,
-                none after the row itself and none twice, -1 for none; all heads attend to the same
-                keys.
-            expand: as in ``attention``; it may be any function here, and gets the rows that this
-                rank fetched.
-            softmax_scale: by default 1 / sqrt(D).
-
-        Returns:
-            The output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means over
-            the heads, without a gradient: the target of the indexer's loss. A row without keys
-            gives 0, and -inf as its log-sum-exp.
-        """
-        return self._sparse.attend(query, key, value, indices, expand, softmax_scale)
-
     # ---- rotary embedding ----
 
     def get_rotary_seq_len(self) -> int:
@@ -773,21 +668,6 @@ class ContextParallelHandler(OfThisProcess):
         """
         return self._rows.combine(x, dtype)
 
-    def combine_by_sequence(self, x: Tensor) -> Tensor:
-        """Bring a value of each sequence back to the rank that loaded it, with gradients.
-
-        Every rank of the domain calls it.
-
-        Args:
-            x: (sequences, ...), in the order of ``layout.sequences``; that of the group's first
-                rank is taken.
-
-        Returns:
-            (n, ...): of the sequences of this micro-batch that this rank loaded, by ascending
-            index.
-        """
-        return self._rows.combine_by_sequence(x)
-
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their documents, across the borders of ranks.
 
@@ -807,204 +687,6 @@ class ContextParallelHandler(OfThisProcess):
                 token to token.
         """
         return self._rows.roll(x, shifts, dims)
-
-    def halo(self, x: Tensor, before: int) -> Tensor:
-        """Put the ``before`` rows that precede each span in its document before it, from the ranks
-        that hold them, with gradients.
-
-        A causal convolution of ``before + 1`` taps over the result, without padding, gives row r's
-        output at ``halo_rows(before)[r] - before``. Every rank of the group calls it.
-
-        Args:
-            x: (T, ...).
-            before: rows before each span.
-
-        Returns:
-            (T + before * spans, ...); rows of zeros where the document has begun later.
-        """
-        return self._rows.halo(x, before)
-
-    def halo_rows(self, before: int) -> Tensor:
-        """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
-        self._routes.halo(before)  # refuses a wrong number of rows
-        return halo_rows(self.layout, before).to(self._transport.device)
-
-    # ---- states ----
-
-    def pass_states(
-        self, states: Tensor, decay: Tensor | None = None, *, transition: Tensor | None = None
-    ) -> Tensor:
-        """Return the state that enters each span of this rank's rows, for layers with a recurrent
-        state, with gradients: zeros at the start of a document.
-
-        A layer computes each span (``span_cu_seqlens``) from zeros first. It gives the state at the
-        end of each, and what a state that enters is multiplied by until then: ``decay`` or
-        ``transition``.
-
-        Computed in float32 or wider. Ranks exchange states only, however long their rows are: all
-        at once, or in rounds that double the spans which a state covers, whichever costs fewer
-        bytes. Every rank of the group calls it, those without rows too.
-
-        Args:
-            states: (N, ...), at the end of each of this rank's N spans.
-            decay: of the shape of states or with 1 in place of sizes: element by element, as in
-                Mamba and gated linear attention.
-            transition: (N, ..., K, K) for states (N, ..., K, V): from the left, as in delta nets.
-
-        Returns:
-            (N, ...), in the dtype of states.
-        """
-        return self._rows.pass_states(states, decay, transition)
-
-    def pass_maps(
-        self,
-        maps: Sequence[Tensor],
-        *,
-        combine: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]],
-        apply: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]],
-        initial: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        """Return the state that enters each span, by a rule of the layer's own, with gradients.
-
-        Both functions take and give tuples of tensors (n, ...), are differentiable, and may be
-        called with n = 0; ranks call them different numbers of times, as ``expand`` in
-        ``attention``. They use PyTorch's operations on each of the n alone. Every rank of the group
-        calls it, those without rows too.
-
-        Args:
-            maps: tensors (N, ...), the map of each of this rank's N spans: how the state after a
-                span follows from the state before. Floats; computed in float32 or wider.
-            combine: ``combine(earlier, later)``: of n maps and of the n maps of the spans that
-                follow, the maps of both together. It is associative.
-            apply: ``apply(maps, states)``: the n states after n spans, from those before.
-            initial: the state at the start of a document, as tensors without N. Its gradient is
-                this rank's share.
-
-        Returns:
-            Tensors (N, ...), those of the state.
-        """
-        return self._rows.pass_maps(maps, combine, apply, initial)
-
-    def choose_scan(
-        self, heads: int, *, row_bytes: int, state_bytes: int, exchanges: int = 2
-    ) -> scans.ScanChoice:
-        """Choose how a recurrent layer gets past the borders of ranks, by ``scan_type``.
-
-        "auto" takes what costs the busiest rank fewer bytes, where each round of messages costs as
-        much as 1 MiB, and passes states where ranks cannot share the heads evenly. Nothing is
-        exchanged here.
-
-        Args:
-            heads: of the layer.
-            row_bytes: of one row of all heads, to whole sequences and back.
-            state_bytes: of one span's state and decay or transition, as ``pass_states`` exchanges
-                them.
-            exchanges: calls of ``sequence_to_head`` and ``head_to_sequence``.
-
-        Returns:
-            A choice whose ``used`` is "pass_states" or "sequence_to_head", the same on all ranks of
-            the group.
-
-        Raises:
-            ValueError: the plan has branches, or "sequence_to_head" is asked for and ranks
-                outnumber the heads.
-        """
-        self.plan.core.expect_no_branches("cp.choose_scan")
-        sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
-        if sizes not in self._scan_choices:
-            cost = self._rows.state_cost(state_bytes) if self.degree > 1 else 0
-            self._scan_choices[sizes] = scans.choose(self.layout, self.scan_type, sizes, cost)
-        return self._scan_choices[sizes]
-
-    @property
-    def scan_choices(self) -> tuple[scans.ScanChoice, ...]:
-        """What this rank's group uses for each recurrent layer's sizes so far, with the reason."""
-        return tuple(self._scan_choices.values())
-
-    # ---- sums ----
-
-    def sum_over_group(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks that compute these sequences: the same bits on each.
-
-        For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss).
-        With gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's
-        all_reduce. Every rank of the group calls it.
-
-        Args:
-            x: any shape, the same on these ranks; floats or int64 (other integers would wrap).
-
-        Returns:
-            x's shape.
-        """
-        return self._rows.sum_over_group(x)
-
-    def sum_by_sequence(self, x: Tensor) -> Tensor:
-        """Sum rows over each whole sequence, on every rank of its group, with gradients.
-
-        Padding does not count. Every rank of the group calls it.
-
-        Args:
-            x: (T, ...), floats.
-
-        Returns:
-            (sequences, ...), in the order of ``layout.sequences``.
-        """
-        return self._rows.sum_by_sequence(x, self.cu_seqlens)
-
-    def repeat_by_sequence(self, x: Tensor) -> Tensor:
-        """Repeat a value of each sequence for its rows here, with gradients.
-
-        For advantages per token, for example.
-
-        Nothing is exchanged. The gradient is that of this rank's rows.
-
-        Args:
-            x: (sequences, ...), in the order of ``layout.sequences``.
-
-        Returns:
-            (T, ...). Rows of padding are zeros.
-        """
-        sequences = len(self.layout.sequences)
-        if x.dim() == 0 or x.shape[0] != sequences:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected {sequences} sequences")
-        rows = self.rows - self.layout.padding
-        repeated = x.repeat_interleave(self.cu_seqlens.diff(), dim=0, output_size=rows)
-        return torch.cat((repeated, x.new_zeros(self.layout.padding, *x.shape[1:])))
-
-    # ---- whole sequences ----
-
-    def head_slice(self, count: int) -> slice:
-        """The heads, of ``count``, that this rank has in sequence_to_head: consecutive ones, split
-        as evenly as possible, perhaps none. All of them on a rank without rows."""
-        return self._whole.head_slice(count)
-
-    def sequence_to_head(self, x: Tensor) -> Tensor:
-        """Exchange rows of some tokens for whole sequences of some heads, with gradients.
-
-        Layers that scan sequences need it: Mamba, gated delta nets, convolutions. Every rank of the
-        group calls it.
-
-        Args:
-            x: (T, H, ...).
-
-        Returns:
-            (S, h, ...): all tokens of the group's sequences in order, end to end
-            (``whole_cu_seqlens`` has the bounds of their documents), and the heads
-            ``head_slice(H)``.
-        """
-        return self._whole.to_heads(x)
-
-    def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
-        """Undo ``sequence_to_head``.
-
-        Args:
-            x: (S, h, ...).
-            count: heads in all.
-
-        Returns:
-            (T, H, ...).
-        """
-        return self._whole.to_rows(x, count)
 
     # ---- loss ----
 

@@ -82,7 +82,7 @@ def test_gradients_of_one_element_may_come_expanded(comm_type: str) -> None:
         ((cp, local),) = dispatched(groups, case)
         query, key, value = (x.requires_grad_() for x in (local.query, local.key, local.value))
         cp.attention(query, key, value).sum().backward()
-        cp.sequence_to_head(value).sum().backward()
+        cp.whole.sequence_to_head(value).sum().backward()
 
     hcp.loopback(2, check)
 

@@ -127,7 +127,7 @@ def test_a_handler_reports_what_its_groups_use() -> None:
         )
         q, k = torch.randn(cp.rows, 4, 8), torch.randn(cp.rows, 2, 8)
         cp.attention(q, k, k)
-        return {choice[:3] for choice in cp.comm_choices}
+        return {choice[:3] for choice in cp.comm.choices}
 
     asked = ("p2p", "p2p", 1)
     expected = [{asked, ("a2a+p2p", "a2a+p2p", 3)}] * 6
@@ -415,7 +415,7 @@ def auto_on_gloo(rank: int, size: int) -> tuple[float, set[tuple[str, str, int]]
     error = max(attention_errors(groups, case))
     cp, local = next(iter(dispatched(groups, case)))
     cp.attention(local.query, local.key, local.value)
-    return error, {choice[:3] for choice in cp.comm_choices}
+    return error, {choice[:3] for choice in cp.comm.choices}
 
 
 def test_auto_is_exact_on_gloo_ranks_which_pick_the_same() -> None:

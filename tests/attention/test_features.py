@@ -196,12 +196,12 @@ def test_attention_without_gradients_gives_the_same_output(mode: Any) -> None:
 CALLS: dict[str, Any] = {
     "attention": lambda cp, x: cp.attention(x, x, x),
     "roll_tensor": lambda cp, x: cp.roll_tensor(x),
-    "halo": lambda cp, x: cp.halo(x, 2),
-    "pass_states": lambda cp, x: cp.pass_states(x[:1], x[:1]),
+    "scan.halo": lambda cp, x: cp.scan.halo(x, 2),
+    "scan.pass_states": lambda cp, x: cp.scan.pass_states(x[:1], x[:1]),
     "dispatch": lambda cp, x: cp.dispatch(x),
-    "sequence_to_head": lambda cp, x: cp.sequence_to_head(x),
-    "sum_over_group": lambda cp, x: cp.sum_over_group(x),
-    "sum_by_sequence": lambda cp, x: cp.sum_by_sequence(x),
+    "whole.sequence_to_head": lambda cp, x: cp.whole.sequence_to_head(x),
+    "group.sum": lambda cp, x: cp.group.sum(x),
+    "sequences.sum": lambda cp, x: cp.sequences.sum(x),
 }
 TRANSFORMS: dict[str, Any] = {
     "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
@@ -248,7 +248,7 @@ def test_a_second_derivative_of_attention_is_refused() -> None:
         hcp.loopback(1, call)
 
 
-@pytest.mark.parametrize("name", ["roll_tensor", "halo", "dispatch", "sequence_to_head"])
+@pytest.mark.parametrize("name", ["roll_tensor", "scan.halo", "dispatch", "whole.sequence_to_head"])
 def test_rows_that_only_travel_are_differentiated_twice(name: str) -> None:
     def check(groups: Any) -> None:
         cp = alone(groups)

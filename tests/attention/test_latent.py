@@ -127,7 +127,7 @@ def test_masks_hide_what_they_hide_of_expanded_keys(comm_type: str) -> None:
         for keys, options in (((rows,), {"expand": up}), (up(rows), {})):
             out, lse = cp.attention(query, *keys, return_lse=True, **options)
             grads = torch.autograd.grad(out.square().sum(), leaves)
-            shared = [cp.sum_over_group(grad) for grad in grads[2:]]
+            shared = [cp.group.sum(grad) for grad in grads[2:]]
             results.append([out, lse.exp(), *grads[:2], *shared])
         for found, want in zip(*results, strict=True):
             assert torch.allclose(found, want, rtol=1e-11, atol=1e-11)
@@ -214,7 +214,7 @@ def test_parameters_may_be_results_of_other_layers() -> None:
             options: Any = {"expand": expand(weight), "parameters": [weight, up.bias]}
             out = cp.attention(query, *keys, **(options if compressed else {}))
             total = torch.autograd.grad(out.square().sum(), (query, small, up.bias))
-            grads.append([total[0], *(cp.sum_over_group(x) for x in total[1:])])
+            grads.append([total[0], *(cp.group.sum(x) for x in total[1:])])
         for found, want in zip(*grads, strict=True):
             assert torch.allclose(found, want, rtol=1e-11, atol=1e-11)
 
@@ -296,7 +296,7 @@ def test_a_gradient_counts_once_whatever_names_its_tensor(weights_of: Any) -> No
             out = cp.attention(query, *keys, **(options if compressed else {}))
             leaves = query, base, scale
             total = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
-            grads.append([total[0], *map(cp.sum_over_group, total[1:])])
+            grads.append([total[0], *map(cp.group.sum, total[1:])])
         for found, want in zip(*grads, strict=True):
             assert torch.allclose(found, want, rtol=1e-11, atol=1e-11)
 
@@ -522,7 +522,7 @@ def auto_on_gloo(rank: int, size: int) -> list[str]:
     cp = hcp.ContextParallelHandler(plan, 0, GlooGroups().transport, comm_types=("auto",))
     query, rows = drawn_rows(cp)
     cp.attention(query, rows, expand=GOOD)
-    return [choice.used for choice in cp.comm_choices]
+    return [choice.used for choice in cp.comm.choices]
 
 
 def test_auto_chooses_among_the_types_that_send_rows() -> None:

@@ -300,11 +300,11 @@ def test_rows_roll_along_a_cut_sequence_and_come_back() -> None:
         ((cp, local),) = hcp.dispatch(plan, own, [2], groups)
         token = local["token"]
         assert torch.equal(cp.roll_tensor(token), torch.where(token == 249, 0, token + 1))
-        before = cp.halo(token, 3)[cp.halo_rows(3) - 1]
+        before = cp.scan.halo(token, 3)[cp.scan.halo_rows(3) - 1]
         assert torch.equal(before[token > 0], token[token > 0] - 1)
-        whole = cp.sequence_to_head(token[:, None, None].expand(-1, 4, 1).contiguous())
+        whole = cp.whole.sequence_to_head(token[:, None, None].expand(-1, 4, 1).contiguous())
         assert torch.equal(whole[:, 0, 0], torch.arange(250.0))
-        assert torch.equal(cp.head_to_sequence(whole, 4)[:, 0, 0], token)
+        assert torch.equal(cp.whole.head_to_sequence(whole, 4)[:, 0, 0], token)
         back = cp.combine(token)
         assert torch.equal(back, torch.arange(250.0) if rank == 2 else torch.empty(0))
 
@@ -384,7 +384,7 @@ def test_auto_gathers_under_masks() -> None:
         own = [rows_of(40, 0)] if groups.transport.rank == 0 else []
         ((cp, local),) = hcp.dispatch(plan, own, [0], groups, comm_types=["auto"])
         cp.attention(local["query"], local["key"], local["value"])
-        return cp.comm_choices[-1].used
+        return cp.comm.choices[-1].used
 
     assert hcp.loopback(2, check) == ["all_gather"] * 2
 

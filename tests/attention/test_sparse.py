@@ -80,7 +80,7 @@ def test_keys_may_come_in_any_order() -> None:
         own = cp.position_ids
         first, second = own // 2, own.masked_fill(own == 0, -1)
         outs = [
-            cp.sparse_attention(query, key, key, indices=torch.stack(places, 1))[0]
+            cp.sparse.attention(query, key, key, indices=torch.stack(places, 1))[0]
             for places in ((first, second), (second, first))
         ]
         assert torch.allclose(*outs)
@@ -94,7 +94,7 @@ def test_all_keys_are_those_of_dense_attention() -> None:
         query, key = (torch.randn(cp.rows, 4, 8, dtype=torch.float64) for _ in range(2))
         places = torch.arange(23).expand(cp.rows, -1)
         indices = places.masked_fill(places > cp.position_ids[:, None], -1)
-        out, lse, weights = cp.sparse_attention(query, key, key, indices=indices)
+        out, lse, weights = cp.sparse.attention(query, key, key, indices=indices)
         want, want_lse = cp.attention(query, key, key, return_lse=True)
         assert torch.allclose(out, want)
         assert torch.allclose(lse, want_lse)
@@ -115,11 +115,11 @@ def test_only_rows_that_some_query_chose_travel_and_each_once() -> None:
         query = torch.randn(cp.rows, 2, width, dtype=torch.float64, requires_grad=True)
         rows = torch.randn(cp.rows, width, dtype=torch.float64, requires_grad=True)
         start = groups.transport.bytes_sent
-        cp.top_k_keys(query, rows, torch.randn(cp.rows, 2).double(), 3)
+        cp.sparse.top_k(query, rows, torch.randn(cp.rows, 2).double(), 3)
         index = groups.transport.bytes_sent
         own = cp.position_ids.masked_fill(cp.position_ids == 0, -1)
         indices = torch.stack([0 * cp.position_ids, own], 1)  # the first key, and self
-        out, *_ = cp.sparse_attention(
+        out, *_ = cp.sparse.attention(
             query, rows, indices=indices, expand=lambda x: (x[:, None], x[:, None])
         )
         forward = groups.transport.bytes_sent
@@ -156,7 +156,7 @@ def tensors(cp: Any) -> dict[str, Tensor]:
 def test_an_indexer_that_does_not_fit_is_refused(options: Any, message: str) -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [9])
-        cp.top_k_keys(**{**tensors(cp), "top_k": 2, **options})
+        cp.sparse.top_k(**{**tensors(cp), "top_k": 2, **options})
 
     with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(options: Any, message: str) -> None:
             "indices": torch.zeros(9, 1).long(),
             "expand": lambda x: (x[:, None], x[:, None]),
         }
-        cp.sparse_attention(**{**given, **options})
+        cp.sparse.attention(**{**given, **options})
 
     with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)
@@ -210,21 +210,21 @@ def test_masks_are_refused() -> None:
         plan = hcp.plan([9], masks=[hcp.Mask.full(9)], ranks=1, max_tokens_per_rank=9)
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         with pytest.raises(
-            ValueError, match=r"cp\.sparse_attention is called in a plan with the m"
+            ValueError, match=r"cp\.sparse\.attention is called in a plan with the m"
         ):
-            cp.sparse_attention(*3 * [torch.zeros(9, 1, 4)], indices=torch.zeros(9, 1).long())
-        cp.top_k_keys(**tensors(cp), top_k=2)
+            cp.sparse.attention(*3 * [torch.zeros(9, 1, 4)], indices=torch.zeros(9, 1).long())
+        cp.sparse.top_k(**tensors(cp), top_k=2)
 
-    with pytest.raises(ValueError, match=r"cp\.top_k_keys is called in a plan with the masks"):
+    with pytest.raises(ValueError, match=r"cp\.sparse\.top_k is called in a plan with the masks"):
         hcp.loopback(1, call)
 
 
 def test_ranks_that_choose_different_numbers_of_keys_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [9], min_degree=2)
-        cp.top_k_keys(**tensors(cp), top_k=2 + groups.transport.rank)
+        cp.sparse.top_k(**tensors(cp), top_k=2 + groups.transport.rank)
 
-    with pytest.raises(hcp.HcpError, match=r"is in another call: in top_k_keys, top_k differs"):
+    with pytest.raises(hcp.HcpError, match=r"is in another call: in sparse\.top_k, top_k differs"):
         hcp.loopback(2, call)
 
 
@@ -235,6 +235,6 @@ def test_a_rank_that_refuses_tells_the_others() -> None:
         if groups.transport.rank:
             given["key"] = given["key"][:, :3]
         with pytest.raises((hcp.HcpError, ValueError), match="key has shape"):
-            cp.top_k_keys(**given, top_k=2)
+            cp.sparse.top_k(**given, top_k=2)
 
     hcp.loopback(2, call)

@@ -66,7 +66,7 @@ def test_latent_rows_are_expanded_where_they_are_received(
         for keys, options in (((rows,), {"expand": up}), (up(rows), {})):
             out = cp.attention(query, *keys, window_size=(400, 0), **options)
             grads = torch.autograd.grad(out, (query, rows, up.weight), grad)
-            results.append([out, *grads[:2], cp.sum_over_group(grads[2])])
+            results.append([out, *grads[:2], cp.group.sum(grads[2])])
         for found, want in zip(*results, strict=True):
             assert off(found, want) <= ROUNDING[dtype]
 
@@ -80,13 +80,13 @@ def test_all_keys_chosen_are_dense_attention(dtype: torch.dtype) -> None:
         up, longest = Up(dtype), 150
         places = torch.arange(longest, device="cuda").expand(cp.rows, -1)
         indices = places.masked_fill(places > cp.position_ids[:, None], -1)
-        chosen, *_ = cp.top_k_keys(
+        chosen, *_ = cp.sparse.top_k(
             query[..., :8], rows[:, :8].contiguous(), query[..., 0].contiguous(), longest
         )
         assert torch.equal(chosen, indices)
         results = []
         for out in (
-            cp.sparse_attention(query, rows, indices=indices, expand=up)[0],
+            cp.sparse.attention(query, rows, indices=indices, expand=up)[0],
             cp.attention(query, *up(rows)),
         ):
             grads = torch.autograd.grad(out, (query, rows), grad, retain_graph=True)

@@ -173,20 +173,20 @@ def sums_in_another_order(rank: int, size: int) -> None:
     micros = step_of(size, 2)
     for cp, _ in micros if rank == 0 else micros[::-1]:
         x = torch.full((1,), float(cp.micro_batch))
-        assert cp.sum_over_group(x) == size * x, "WRONG, without an error"
+        assert cp.group.sum(x) == size * x, "WRONG, without an error"
 
 
 def heads_in_another_order(rank: int, size: int) -> None:
     micros = step_of(size, 2)
     for cp, local in micros if rank == 0 else micros[::-1]:
         x = local.tokens.double().view(-1, 1, 1).expand(-1, size, 1)
-        assert (cp.sequence_to_head(x) == x[0]).all(), "WRONG, without an error"
+        assert (cp.whole.sequence_to_head(x) == x[0]).all(), "WRONG, without an error"
 
 
 def halos_in_another_order(rank: int, size: int) -> None:
     micros = step_of(size, 2)
     for cp, local in micros if rank == 0 else micros[::-1]:
-        halo = cp.halo(local.tokens.double() + 1, 1)
+        halo = cp.scan.halo(local.tokens.double() + 1, 1)
         assert ((halo == 0) | (halo == local.tokens[0] + 1)).all(), "WRONG, without an error"
 
 
@@ -271,9 +271,9 @@ WORDS: dict[Callable[..., None], str] = {
     steps_in_another_order: r"step differs: [12] on rank \d, [12] on rank \d",
     handlers_of_other_plans: r"plan differs: \w{16} on rank \d, \w{16} on rank \d",
     rolled_in_another_order: r"in roll_tensor, micro-batch differs: [01] on rank \d",
-    sums_in_another_order: r"in sum_over_group, micro-batch differs: [01] on rank \d",
-    heads_in_another_order: r"in sequence_to_head, micro-batch differs: [01] on rank \d",
-    halos_in_another_order: r"in halo, micro-batch differs: [01] on rank \d",
+    sums_in_another_order: r"in group\.sum, micro-batch differs: [01] on rank \d",
+    heads_in_another_order: r"in whole\.sequence_to_head, micro-batch differs: [01] on rank \d",
+    halos_in_another_order: r"in scan\.halo, micro-batch differs: [01] on rank \d",
     threads_in_another_order: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
     one_rank_runs_a_backward_twice: r"pass differs: (for|back)ward on rank \d, (for|back)ward on",
     one_rank_needs_no_gradients: r"gradients differs: x.requires_grad on rank 0, nothing on rank 1",
@@ -424,7 +424,7 @@ def test_a_rank_that_refuses_its_call_tells_the_others_at_once() -> None:
 
 def sums_refuse(micro: Micro, rank: int) -> None:
     cp, _ = micro
-    cp.sum_by_sequence(torch.ones(cp.rows + (rank == 0)))
+    cp.sequences.sum(torch.ones(cp.rows + (rank == 0)))
 
 
 def core_attention_refuses(micro: Micro, rank: int) -> None:

@@ -42,16 +42,16 @@ class Attention(nn.Module):
         elif self.operation == "cross_attention":
             out = cp.cross_attention(query, key, value, cp)
         elif self.operation == "sequence_to_head":
-            out = cp.head_to_sequence(cp.sequence_to_head(query), 2)
+            out = cp.whole.head_to_sequence(cp.whole.sequence_to_head(query), 2)
         elif self.operation == "pass_states":
-            spans = len(cp.span_cu_seqlens) - 1
+            spans = len(cp.scan.span_cu_seqlens) - 1
             state = self.qkv.weight.sum().expand(spans, 2)
-            out = query + cp.pass_states(state, torch.ones_like(state)).sum()
+            out = query + cp.scan.pass_states(state, torch.ones_like(state)).sum()
         elif self.operation == "sparse_attention":
             chosen = cp.position_ids[:, None]
-            out, *_ = cp.sparse_attention(query, key, value, indices=chosen)
+            out, *_ = cp.sparse.attention(query, key, value, indices=chosen)
         else:
-            out = cp.halo(query, 1)[cp.halo_rows(1)]
+            out = cp.scan.halo(query, 1)[cp.scan.halo_rows(1)]
         return x + out.flatten(1)
 
 

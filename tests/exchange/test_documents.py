@@ -42,7 +42,7 @@ def recurrence(x: Tensor, state: Tensor) -> Tensor:
 
 
 def spans_of(cp: Any, x: Tensor) -> list[Tensor]:
-    sizes = cp.span_cu_seqlens.diff().tolist()
+    sizes = cp.scan.span_cu_seqlens.diff().tolist()
     return list(x.split(sizes)) if sizes else []
 
 
@@ -50,7 +50,7 @@ def passed(cp: Any, x: Tensor) -> Tensor:
     spans, added = spans_of(cp, x), x.chunk(2, 1)[1]
     ends = [recurrence(span, torch.zeros_like(span[0, ::2]))[-1] for span in spans]
     decays = [span.chunk(2, 1)[0].sigmoid().prod(0) for span in spans]
-    entering = cp.pass_states(
+    entering = cp.scan.pass_states(
         torch.stack(ends) if ends else added, torch.stack(decays) if decays else added
     )
     outs = [recurrence(span, state) for span, state in zip(spans, entering, strict=True)]
@@ -70,7 +70,7 @@ def passed_maps(cp: Any, x: Tensor) -> Tensor:
     ends = [recurrence(span, torch.zeros_like(span[0, ::2]))[-1] for span in spans]
     decays = [span.chunk(2, 1)[0].sigmoid().prod(0) for span in spans]
     maps = [torch.stack(part) if part else added for part in (ends, decays)]
-    (entering,) = cp.pass_maps(maps, combine=combine, apply=apply, initial=[ones(x)])
+    (entering,) = cp.scan.pass_maps(maps, combine=combine, apply=apply, initial=[ones(x)])
     outs = [recurrence(span, state) for span, state in zip(spans, entering, strict=True)]
     return torch.cat(outs) if outs else entering
 
@@ -80,10 +80,10 @@ def ones(x: Tensor) -> Tensor:
 
 
 def scanned_whole(cp: Any, x: Tensor) -> Tensor:
-    mine = cp.sequence_to_head(x.unflatten(1, (HEADS, -1)))
-    sizes = cp.whole_cu_seqlens.diff().tolist()
+    mine = cp.whole.sequence_to_head(x.unflatten(1, (HEADS, -1)))
+    sizes = cp.whole.cu_seqlens.diff().tolist()
     sums = [part.sin().cumsum(0) for part in mine.split(sizes)] if sizes else [mine]
-    return cp.head_to_sequence(torch.cat(sums), HEADS).flatten(1)
+    return cp.whole.head_to_sequence(torch.cat(sums), HEADS).flatten(1)
 
 
 def convolution(rows: Tensor) -> Tensor:
@@ -361,11 +361,11 @@ def test_bounds_name_documents_and_rows_keep_their_places() -> None:
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         whole = {"token": torch.arange(17.0)}
         own = hcp.get_batch_on_this_cp_rank(whole, cp_handler=cp)["token"]
-        rows = cp.rows_in_whole[: cp.rows - cp.layout.padding]
+        rows = cp.whole.row_indices[: cp.rows - cp.layout.padding]
         assert torch.equal(own[: len(rows)], whole["token"][rows])
-        assert int(cp.whole_cu_seqlens[-1]) == 17 + sum(cp.layout.paddings)
+        assert int(cp.whole.cu_seqlens[-1]) == 17 + sum(cp.layout.paddings)
         params = cp.packed_seq_params()
-        return cp.whole_cu_seqlens.diff().tolist()[:6], params.cu_seqlens_q.diff().tolist()[:6]
+        return cp.whole.cu_seqlens.diff().tolist()[:6], params.cu_seqlens_q.diff().tolist()[:6]
 
     sizes = {0: [2, 6], 1: [6], 2: [1, 1, 1]}
     order = Layout(plan, 0, 0).sequences
@@ -380,18 +380,21 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{
         name: (call, lambda cp, f=OPERATIONS[name][0]: f(cp, X[: cp.rows]))
         for name, call in {
-            "pass_states": "pass_states",
-            "pass_maps": "pass_maps",
-            "sequence_to_head": "sequence_to_head",
-            "convolve": "halo",
+            "pass_states": "scan.pass_states",
+            "pass_maps": "scan.pass_maps",
+            "sequence_to_head": "whole.sequence_to_head",
+            "convolve": "scan.halo",
             "labels": "roll_tensor",
-            "delta_rule": "choose_scan",
-            "scan_mamba": "pass_states",
+            "delta_rule": "scan.choose",
+            "scan_mamba": "scan.pass_states",
         }.items()
     },
-    "head_to_sequence": ("head_to_sequence", lambda cp: cp.head_to_sequence(whole_of(cp), HEADS)),
-    "halo_rows": ("halo", lambda cp: cp.halo_rows(2)),
-    "choose_scan": ("choose_scan", lambda cp: cp.choose_scan(2, row_bytes=8, state_bytes=8)),
+    "head_to_sequence": (
+        "whole.head_to_sequence",
+        lambda cp: cp.whole.head_to_sequence(whole_of(cp), HEADS),
+    ),
+    "halo_rows": ("scan.halo", lambda cp: cp.scan.halo_rows(2)),
+    "choose_scan": ("scan.choose", lambda cp: cp.scan.choose(2, row_bytes=8, state_bytes=8)),
     "cross_attention": ("cross_attention", lambda cp: cp.cross_attention(*[rows_for(cp)] * 3, cp)),
 }
 
@@ -401,8 +404,8 @@ def rows_for(cp: Any) -> Tensor:
 
 
 def whole_of(cp: Any) -> Tensor:
-    heads = cp.head_slice(HEADS)
-    return torch.zeros(int(cp.whole_cu_seqlens[-1]), heads.stop - heads.start, 3)
+    heads = cp.whole.head_slice(HEADS)
+    return torch.zeros(int(cp.whole.cu_seqlens[-1]), heads.stop - heads.start, 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -86,14 +86,14 @@ def handlers(groups: Any, lengths: Any, capacity: int, **plan: Any) -> list[Any]
 
 def by_spans(cp: Any, apply: Any, name: str, decays: Tensor, inputs: Tensor) -> Tensor:
     """The state after each of this rank's tokens."""
-    sizes = cp.span_cu_seqlens.diff().tolist()
+    sizes = cp.scan.span_cu_seqlens.diff().tolist()
     assert sum(sizes) == cp.rows
     spans = list(zip(decays.split(sizes), inputs.split(sizes), strict=True)) if sizes else []
     zero = inputs.new_zeros(inputs.shape[1:])
     ends = [scan(apply, *span, zero)[-1] for span in spans]
     totals = [product(apply, own) for own, _ in spans]
     states = torch.stack(ends) if ends else inputs
-    entering = cp.pass_states(states, **{name: torch.stack(totals) if totals else decays})
+    entering = cp.scan.pass_states(states, **{name: torch.stack(totals) if totals else decays})
     assert entering.shape == states.shape
     outs = [scan(apply, *span, state) for span, state in zip(spans, entering, strict=True)]
     return torch.cat(outs) if outs else entering
@@ -223,7 +223,7 @@ def check_gates(groups: Any, lengths: Any) -> tuple[Tensor, Tensor]:
                 folded.append(one)
             maps = [torch.cat(parts) for parts in zip(*folded, strict=True)]
         maps = [x.double() if spans else x.double().requires_grad_() for x in maps]
-        found = cp.pass_maps(maps, combine=combine, apply=apply_gates, initial=initial)
+        found = cp.scan.pass_maps(maps, combine=combine, apply=apply_gates, initial=initial)
         sum(x.sin().sum() for x in found).backward()
         total += initial[0].grad
         for i, (sequence, start, n) in enumerate(cp.layout.spans):
@@ -268,8 +268,8 @@ def test_a_rule_of_functions_passes_states_with_gradients(
 def bytes_received(lengths: Any, ranks: int) -> list[int]:
     def received(groups: Any) -> int:
         (cp,) = handlers(groups, lengths, 4096, min_degree=ranks)
-        states = torch.zeros(len(cp.span_cu_seqlens) - 1, 2, 3)
-        cp.pass_states(states, states)
+        states = torch.zeros(len(cp.scan.span_cu_seqlens) - 1, 2, 3)
+        cp.scan.pass_states(states, states)
         return int(groups.transport.bytes_received)
 
     return hcp.loopback(ranks, received)
@@ -315,7 +315,7 @@ def test_states_that_do_not_fit_are_refused(case: str) -> None:
 
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [9], 16)
-        cp.pass_states(**given_args)
+        cp.scan.pass_states(**given_args)
 
     with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)
@@ -323,15 +323,15 @@ def test_states_that_do_not_fit_are_refused(case: str) -> None:
 
 def other_shapes(rank: int, size: int) -> None:
     (cp,) = handlers(GlooGroups(), [40], 24, min_degree=2)
-    states = torch.zeros(len(cp.span_cu_seqlens) - 1, 2, 3)
-    cp.pass_states(states, states[:, : 2 - rank])
+    states = torch.zeros(len(cp.scan.span_cu_seqlens) - 1, 2, 3)
+    cp.scan.pass_states(states, states[:, : 2 - rank])
 
 
 def test_ranks_whose_decays_differ_hear_it() -> None:
     errors = try_ranks(2, other_shapes)
     for error in errors:
         assert isinstance(error, RankError)
-        assert "in pass_states, decay differs" in str(error)
+        assert "in scan.pass_states, decay differs" in str(error)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -341,7 +341,7 @@ def test_autocast_does_not_round_maps(way: str, monkeypatch: pytest.MonkeyPatch)
     def check(groups: Any) -> None:
         (cp,) = handlers(groups, [32], 16, min_degree=4)
         draw = torch.Generator().manual_seed(groups.transport.rank)
-        spans = len(cp.span_cu_seqlens) - 1
+        spans = len(cp.scan.span_cu_seqlens) - 1
         states = torch.randn(spans, HEADS, KEYS, VALUES, generator=draw)
         transition = torch.randn(spans, HEADS, KEYS, KEYS, generator=draw)
         start = torch.zeros(HEADS, KEYS, VALUES)
@@ -350,10 +350,10 @@ def test_autocast_does_not_round_maps(way: str, monkeypatch: pytest.MonkeyPatch)
             "apply": lambda a, b: (a[0] @ b[0] + a[1],),
             "initial": (start,),
         }
-        want = cp.pass_states(states, transition=transition)
+        want = cp.scan.pass_states(states, transition=transition)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(cp.pass_states(states, transition=transition), want)
-            (found,) = cp.pass_maps((transition, states), **given)
+            assert torch.equal(cp.scan.pass_states(states, transition=transition), want)
+            (found,) = cp.scan.pass_maps((transition, states), **given)
         assert torch.allclose(found, want)
 
     hcp.loopback(4, check)

@@ -107,10 +107,10 @@ OPERATIONS: dict[str, tuple[Callable[[Cp, int], list[tuple[int, ...]]], Call]] =
     "combine": of_rows(lambda cp, x: cp.combine(x, dtype=torch.float64)),
     "combine as float32": of_rows(lambda cp, x: cp.combine(x, dtype=torch.float32)),
     "roll": of_rows(lambda cp, x: cp.roll_tensor(x)),
-    "halo": of_rows(lambda cp, x: cp.halo(x, 2)),
-    "whole sequences": of_rows(lambda cp, x: cp.sequence_to_head(x)),
-    "sums by sequence": of_rows(lambda cp, x: cp.sum_by_sequence(x)),
-    "sums over a group": of_rows(lambda cp, x: cp.sum_over_group(x[:1])),
+    "halo": of_rows(lambda cp, x: cp.scan.halo(x, 2)),
+    "whole sequences": of_rows(lambda cp, x: cp.whole.sequence_to_head(x)),
+    "sums by sequence": of_rows(lambda cp, x: cp.sequences.sum(x)),
+    "sums over a group": of_rows(lambda cp, x: cp.group.sum(x[:1])),
     "rotary": of_rows(lambda cp, x: cp.apply_rotary_pos_emb(x, rotary_of(cp, x.shape[2] // 2 * 2))),
 }
 

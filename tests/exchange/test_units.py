@@ -56,7 +56,7 @@ def handler_of(size: int) -> Any:
 
 
 def inputs_of(cp: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(cp.place)
+    generator = torch.Generator().manual_seed(cp.group.rank)
     shapes = (cp.rows, 2, 4), (cp.rows, 6)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -116,7 +116,7 @@ def trained(rank: int, size: int, expand: Any, units: str) -> list[Tensor]:
     out = root(cp, *inputs_of(cp))
     out.square().sum().backward()
     grads = [parameter.grad for parameter in root.parameters()]
-    whole = [g.full_tensor() * size if units else cp.sum_over_group(g) for g in grads]  # type: ignore
+    whole = [g.full_tensor() * size if units else cp.group.sum(g) for g in grads]  # type: ignore
     return [out.detach(), *whole]
 
 
@@ -135,7 +135,7 @@ def test_functions_of_maps_may_call_no_unit_either() -> None:
     def rank(groups: Any) -> str:
         plan = hcp.plan([32], ranks=2, max_tokens_per_rank=16, min_degree=2)
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
-        spans = len(cp.span_cu_seqlens) - 1
+        spans = len(cp.scan.span_cu_seqlens) - 1
 
         def apply(maps: Any, states: Any) -> Any:
             return (unit(states[0]),)
@@ -143,7 +143,7 @@ def test_functions_of_maps_may_call_no_unit_either() -> None:
         maps, initial = [torch.zeros(spans, 6)], [torch.zeros(6)]
         given: Any = {"combine": lambda a, b: b, "apply": apply, "initial": initial}
         with pytest.raises((ValueError, hcp.HcpError), match="apply calls Linear, which ZeRO-3"):
-            cp.pass_maps(maps, **given)
+            cp.scan.pass_maps(maps, **given)
         return "refused"
 
     assert hcp.loopback(2, rank) == ["refused"] * 2

@@ -59,7 +59,7 @@ def calls_of(rank: int, size: int) -> dict[str, Any]:
         "a wrong operand": lambda: cp.attention(x, x, x.double()),
         "cross-attention": lambda: cp.cross_attention(x, x, x, cp),
         "roll": lambda: cp.roll_tensor(local.tokens),
-        "sum": lambda: cp.sum_over_group(x),
+        "sum": lambda: cp.group.sum(x),
         "combine": lambda: cp.combine(x),
         "dispatch": lambda: hcp.dispatch(plan, samples, [0], groups),
         "lengths": lambda: hcp.gather_lengths(samples, groups),

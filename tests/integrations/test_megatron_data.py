@@ -577,7 +577,7 @@ def take_groups_from_a_pool(rank, size):
         step = hcp.dispatch(config.plan(lengths, 2), samples, sources, groups)
         steps.append(pool.of_step(step, groups))
         for (cp, _), group in zip(step, steps[-1], strict=True):
-            assert torch.distributed.get_process_group_ranks(group) == cp.global_ranks
+            assert torch.distributed.get_process_group_ranks(group) == cp.group.global_ranks
             together = torch.tensor([float(cp.rows)])
             torch.distributed.all_reduce(together, group=group)
             seen.append((cp.degree, together.item()))

@@ -259,7 +259,7 @@ def computed(
             for total, grad in zip(sums, grads, strict=True):
                 total += grad
             logits |= whole_sequences(cp, out.detach(), sources, rank)
-            ways |= {(choice.asked, choice.used) for choice in (*cp.comm_choices, *cp.scan_choices)}
+            ways |= {(choice.asked, choice.used) for choice in (*cp.comm.choices, *cp.scan.choices)}
         return logits, sums, {g.degree for batch in plan.micro_batches for g in batch}, ways
 
     results = hcp.loopback(ranks, on_rank)
@@ -768,7 +768,8 @@ def test_mamba_heads_keep_the_group_that_branch_dev_of_megatron_sets():
     from hcp.integrations.megatron.mamba import HeadShare
 
     whole = mock.Mock(nheads_local_tp=4, ngroups_local_tp=2, d_inner_local_tp=8, cp_group="own")
-    cp = mock.Mock(degree=2, head_slice=lambda count: slice(0, count // 2))
+    cp = mock.Mock(degree=2)
+    cp.whole.head_slice = lambda count: slice(0, count // 2)
     share = HeadShare(whole, cp)
     assert (share.cp_group, share.nheads_local_tpcp) == ("own", 2)
     share.set_context_parallel_group("of the micro-batch")

@@ -93,5 +93,5 @@ def test_masks_are_refused() -> None:
         ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
         causal_lm_loss(model, cp, local, grad_reduce="sum")
 
-    with pytest.raises(ValueError, match=r"top_k_keys is called in a plan with the masks"):
+    with pytest.raises(ValueError, match=r"sparse\.top_k is called in a plan with the masks"):
         hcp.loopback(1, work)

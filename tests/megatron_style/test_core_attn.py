@@ -216,7 +216,7 @@ def test_levels_of_a_group_count_together() -> None:
         assert cp.packed_seq_params(cp_group=levels).cp_group is levels
         with pytest.raises(ValueError, match="expected 4 ranks"):
             cp.packed_seq_params(cp_group=[*levels, FakeGroup(2, 0)])
-        return cp.global_ranks
+        return cp.group.global_ranks
 
     assert hcp.loopback(4, check) == [[0, 1, 2, 3]] * 4
 

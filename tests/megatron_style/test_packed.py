@@ -104,7 +104,7 @@ def test_megatrons_thd_function_gives_rows_and_parameters_and_takes_its_argument
             whole = torch.arange(sum(lengths))
             bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
             given = (bounds[None], bounds, torch.tensor([max(lengths, default=0)]))
-            sizes = {"cp_size": max(cp.degree, 1), "cp_rank": cp.place}
+            sizes = {"cp_size": max(cp.degree, 1), "cp_rank": cp.group.rank}
             for arguments, options in (((), {}), (given, sizes)):
                 own, params = get_thd_batch_on_this_cp_rank(
                     {"tokens": whole[None]}, *arguments, **options, cp_handler=cp
@@ -137,7 +137,7 @@ def test_a_whole_batch_is_cut_for_this_rank() -> None:
                 ],
                 dtype=torch.int64,
             )
-            bounds = cp.whole_cu_seqlens
+            bounds = cp.whole.cu_seqlens
             batch = {
                 "tokens": whole[None],
                 "embeddings": whole[:, None].expand(-1, 3),
@@ -238,8 +238,8 @@ def test_sequences_of_one_token_are_packed(alignment: int) -> None:
 def test_rows_in_whole_are_those_of_sequence_to_head() -> None:
     def check(groups: Any) -> None:
         for cp in handlers(groups, (13, 2), min_degree=2, alignment=4):
-            x = cp.rows_in_whole.to(torch.float64)[:, None].expand(-1, 2).contiguous()
-            whole = cp.sequence_to_head(x)
+            x = cp.whole.row_indices.to(torch.float64)[:, None].expand(-1, 2).contiguous()
+            whole = cp.whole.sequence_to_head(x)
             assert whole[:, 0].tolist() == list(range(len(whole)))
 
     hcp.loopback(2, check)

@@ -37,7 +37,7 @@ from pathlib import Path
 import pytest
 from support import readme_example
 from support.doc_blocks import run_blocks, run_on_rank
-from support.public_names import public_names, value_of
+from support.public_names import parts_of_handler, public_names, value_of
 from support.ranks import Finished, run_alone, run_module, run_ranks
 
 import hcp
@@ -418,7 +418,8 @@ WORDS = set(re.findall(r"[a-z_]+", SOURCES))
 
 # ---- Docstrings ----------------------------------------------------------------------------------
 
-MADE = {hcp.Plan, hcp.ProcessGroups, hcp.LocalBatch, hcp.Step, hcp.HcpError}
+PARTS = {f"cp.{name}": value_of(cls) for name, cls in parts_of_handler().items()}
+MADE = {hcp.Plan, hcp.ProcessGroups, hcp.LocalBatch, hcp.Step, hcp.HcpError, *PARTS.values()}
 """Classes whose values hcp makes: nobody else calls their constructors."""
 
 
@@ -440,11 +441,11 @@ PUBLIC = {name.rpartition(".")[2]: value_of(name) for name in public_names()}
 CALLED = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 CALLED |= {
     f"{'cp' if cls is hcp.ContextParallelHandler else owner}.{name}": call
-    for owner, cls in PUBLIC.items()
+    for owner, cls in (PUBLIC | PARTS).items()
     if inspect.isclass(cls)
     for name, call in calls_of(cls)
 }
-BRIEF = {"cp.arrive", "cp.pin", "cp.halo_rows", "cp.head_slice", "cp.get_rotary_seq_len"}
+BRIEF = {"cp.scan.halo_rows", "cp.whole.head_slice", "cp.get_rotary_seq_len"}
 """Methods whose one sentence names what they take."""
 BRIEF |= {"cp.get_emb_on_this_cp_rank", "CoreAttention.forward"}
 BRIEF |= {f"Rotary.{name}" for name in ("check", "fits", "for_kernels", "rotate", "rotate_back")}
@@ -462,7 +463,15 @@ def test_a_docstring_names_each_parameter_and_what_comes_back(name: str) -> None
 
 def test_constructors_and_methods_of_public_classes_are_among_those_with_docstrings() -> None:
     wanted = {"EvalPlan.__init__", "Mask.__init__", "GraphHandler.__init__", "PlanAhead.__init__"}
-    wanted |= {"cp.__init__", "cp.attention", "Mask.tree", "ProcessGroups.from_existing", "plan"}
+    wanted |= {
+        "cp.__init__",
+        "cp.attention",
+        "cp.scan.pass_maps",
+        "cp.sparse.top_k",
+        "Mask.tree",
+        "ProcessGroups.from_existing",
+        "plan",
+    }
     assert wanted <= CALLED.keys()
     assert not {"Plan.__init__", "CostModel.__init__"} & CALLED.keys()
 

@@ -175,7 +175,7 @@ def test_boundaries_are_not_cut_like_rows() -> None:
 
     def check(groups: Any) -> None:
         (cp,) = handlers(groups, (12, 4), min_degree=2)
-        bounds = cp.whole_cu_seqlens
+        bounds = cp.whole.cu_seqlens
         batch = {
             "tokens": torch.arange(16)[None],
             "cu_seqlens": bounds,

@@ -75,7 +75,7 @@ def equal_steps(groups: hcp.ProcessGroups, rank: int) -> None:
             loader = loader_of(groups, ahead, dataset)
             steps = []
             for number, step in enumerate(loader):
-                sums = [cp.sum_over_group(torch.ones(1)) for cp, _ in step]
+                sums = [cp.group.sum(torch.ones(1)) for cp, _ in step]
                 assert [int(x) for x in sums] == [max(1, cp.degree) for cp, _ in step]
                 if number % 2 == 0:
                     samples = [{"tokens": torch.arange(5)}] * (rank + 1)

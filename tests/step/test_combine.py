@@ -228,7 +228,7 @@ def check_results_of_a_step(groups: Any, lengths: Any, sources: Any) -> None:
     factor = torch.ones((), requires_grad=True)
     rows = step.combine(local.row * factor for _, local in step)
     assert [x.tolist() for x in rows] == [s["row"].tolist() for s in samples]
-    sums = step.combine_by_sequence([cp.sum_by_sequence(local.row * factor) for cp, local in step])
+    sums = step.combine_by_sequence([cp.sequences.sum(local.row * factor) for cp, local in step])
     assert [x.item() for x in sums] == [s["row"].sum().item() for s in samples]
     torch.cat([*rows, *(x[None] for x in sums)]).sum().backward()
     assert factor.grad is not None
@@ -257,7 +257,7 @@ def test_gradients_of_results_by_sequence_come_from_the_rank_that_loaded_them() 
         plan = hcp.plan([40], ranks=2, max_tokens_per_rank=20)
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport, sources=[1])
         x = torch.full((1, 2), 3.0 + groups.transport.rank, requires_grad=True)
-        back = cp.combine_by_sequence(x)
+        back = cp.sequences.combine(x)
         (back.sum() * (5.0 + groups.transport.rank)).backward()
         assert x.grad is not None
         return back.tolist(), x.grad.tolist()
@@ -285,7 +285,7 @@ def test_results_made_with_gradients_come_back_without_them(without: Any) -> Non
         step = hcp.dispatch(plan, samples, [1, 1], groups)
         factor = torch.full((), 2.0, requires_grad=True)
         rows = [local.row * factor for _, local in step]
-        sums = [cp.sum_by_sequence(x) for (cp, _), x in zip(step, rows, strict=True)]
+        sums = [cp.sequences.sum(x) for (cp, _), x in zip(step, rows, strict=True)]
         with without():
             back = [*step.combine(rows), *step.combine_by_sequence(sums)]
         assert not any(x.requires_grad for x in back)

@@ -67,7 +67,7 @@ def check_values(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: A
     assert local.shape.tolist() == [s["shape"].tolist() for s in held]
     assert local.whole.tolist() == [row for s in held for row in s["whole"].tolist()]
     assert cp.payloads["whole"].cu_seqlens.diff().tolist() == [len(s["whole"]) for s in held]
-    first = held if cp.place == 0 else []
+    first = held if cp.group.rank == 0 else []
     assert local.first.tolist() == [row for s in first for row in s["first"].tolist()]
     own = spans_of(cp)
     frames = [
@@ -76,7 +76,7 @@ def check_values(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: A
         for row in whole[s]["frames"][whole[s]["taker"] == token].tolist()
     ]
     assert local.frames.tolist() == frames
-    each = cp.repeat_by_sequence(local.advantage)
+    each = cp.sequences.repeat(local.advantage)
     assert each.tolist() == [s + 0.5 for s, _ in own] + [0.0] * cp.layout.padding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,7 +281,7 @@ def check_halo(groups: Any, lengths: Any, before: int, min_degree: int, dtype: t
     for cp in all_handlers(groups, lengths, min_degree=min_degree):
         local = [whole[s][t] for s, t in tokens_of(cp)]
         x = torch.stack(local) if local else torch.zeros(0, 2, 3, dtype=dtype)
-        out = cp.halo(x.requires_grad_(), before)
+        out = cp.scan.halo(x.requires_grad_(), before)
         want = [
             whole[s][t] if t >= 0 else zeros
             for s, start, rows in cp.layout.spans
@@ -288,7 +289,7 @@ def check_halo(groups: Any, lengths: Any, before: int, min_degree: int, dtype: t
         ]
         assert out.shape == (len(want), 2, 3)
         assert torch.equal(out, torch.stack(want) if want else out)
-        assert torch.equal(out[cp.halo_rows(before)], x)
+        assert torch.equal(out[cp.scan.halo_rows(before)], x)
         # Each row counts once itself, and once in each halo that it is in.
         out.sum().backward()
         for row, (s, t) in enumerate(tokens_of(cp)):
@@ -333,19 +334,19 @@ def test_fewer_than_no_rows_before_a_span_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
         with pytest.raises(ValueError, match="before is -1, expected an integer >= 0"):
-            cp.halo(torch.zeros(9, 2), -1)
-        cp.halo(torch.zeros(9, 2), 1)
+            cp.scan.halo(torch.zeros(9, 2), -1)
+        cp.scan.halo(torch.zeros(9, 2), 1)
         with pytest.raises(ValueError, match=r"before is 1.0, expected an integer >= 0"):
-            cp.halo(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
+            cp.scan.halo(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"shifts is 1.0, expected an integer"):
             cp.roll_tensor(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="before is -1, expected an integer >= 0"):
-            cp.halo_rows(-1)
+            cp.scan.halo_rows(-1)
         for rows in (torch.zeros(9, 2), torch.zeros(9, 0)):
             with pytest.raises(ValueError, match=rf"before is {2**31}, expected 0 to \d+, so that"):
-                cp.halo(rows, 2**31)
+                cp.scan.halo(rows, 2**31)
         with pytest.raises(ValueError, match=rf"before is {2**62}, expected 0 to"):
-            cp.halo_rows(2**62)
+            cp.scan.halo_rows(2**62)
 
     hcp.loopback(1, call)
 
@@ -368,7 +369,7 @@ def test_a_causal_convolution_equals_one_rank() -> None:
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, lengths, min_degree=3)
         local = torch.stack([whole[s][t] for s, t in tokens_of(cp)]).requires_grad_()
-        out = convolved(cp.halo(local, 3))[cp.halo_rows(3) - 3]
+        out = convolved(cp.scan.halo(local, 3))[cp.scan.halo_rows(3) - 3]
         out.square().sum().backward()
         for n, result in enumerate((out, local.grad)):
             want = torch.stack([answers[s][n][t] for s, t in tokens_of(cp)])
@@ -386,15 +387,15 @@ def check_sums(groups: Any, lengths: Any, min_degree: int) -> None:
     for cp in all_handlers(groups, lengths, min_degree=min_degree):
         local = [whole[s][t] for s, t in tokens_of(cp)]
         x = torch.stack(local) if local else torch.zeros(0, 2, dtype=torch.float64)
-        sums = cp.sum_by_sequence(x.requires_grad_())
+        sums = cp.sequences.sum(x.requires_grad_())
         want = [whole[s].sum(0) for s in cp.layout.sequences]
         assert sums.shape == (len(want), 2)
         assert torch.allclose(sums, torch.stack(want) if want else sums, atol=1e-12)
         # Each rank makes something of its own of the sums.
-        (sums * (1 + cp.place)).sum().backward()
+        (sums * (1 + cp.group.rank)).sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, cp.degree * (cp.degree + 1) // 2))
         counts = torch.tensor([cp.rows, 1])
-        assert cp.sum_over_group(counts).tolist() == (
+        assert cp.group.sum(counts).tolist() == (
             [sum(cp.layout.lengths), cp.degree] if cp.degree else [0, 1]
         )
 
@@ -414,7 +415,7 @@ def test_padding_counts_for_nothing_in_sums(lengths: list[int]) -> None:
         padding = 0
         for cp in all_handlers(groups, lengths, min_degree=2, alignment=4):
             x = torch.ones(cp.rows, 3, requires_grad=True)
-            sums = cp.sum_by_sequence(x)
+            sums = cp.sequences.sum(x)
             assert sums.tolist() == [[n] * 3 for n in cp.layout.lengths]
             sums.sum().backward()
             real = cp.rows - cp.layout.padding
@@ -429,8 +430,8 @@ def test_padding_counts_for_nothing_in_sums(lengths: list[int]) -> None:
 def test_a_sum_is_no_other_call_with_rows_of_the_same_kind() -> None:
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, [40], min_degree=2)
-        if cp.place == 0:
-            cp.sum_over_group(torch.ones(3))
+        if cp.group.rank == 0:
+            cp.group.sum(torch.ones(3))
         else:
             cp.roll_tensor(torch.ones(cp.rows, 3))
 
@@ -443,9 +444,9 @@ def test_integers_that_would_wrap_are_not_summed(dtype: torch.dtype) -> None:
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, [40], min_degree=2)
         with pytest.raises(ValueError, match=r"expected floats or int64: x.to\(torch.int64\)"):
-            cp.sum_over_group(torch.ones(2, dtype=dtype))
+            cp.group.sum(torch.ones(2, dtype=dtype))
         with pytest.raises(ValueError, match="expected floats: counts as float64 stay exact"):
-            cp.sum_by_sequence(torch.ones(cp.rows, dtype=dtype))
+            cp.sequences.sum(torch.ones(cp.rows, dtype=dtype))
 
     hcp.loopback(2, check)
 
@@ -454,7 +455,7 @@ def test_a_rank_without_sequences_has_no_sums() -> None:
     def check(groups: Any) -> int:
         (cp,) = all_handlers(groups, [5], max_degree=1)
         x = torch.ones(cp.rows, 2, requires_grad=True)
-        sums = cp.sum_by_sequence(x)
+        sums = cp.sequences.sum(x)
         sums.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
         return len(sums)
@@ -475,18 +476,18 @@ def test_sums_work_on_gloo_ranks() -> None:
 # By the ranks 0 and 1, of two, that hold a sequence which rank 0 has loaded.
 DIFFERING = {
     "shifts": ("roll_tensor", -1, "roll_tensor", 1),
-    "rows before": ("halo", 1, "halo", 2),
-    "halo and roll": ("halo", 1, "roll_tensor", -1),
-    "roll and sum": ("roll_tensor", -1, "sum_over_group", None),
+    "rows before": ("scan.halo", 1, "scan.halo", 2),
+    "halo and roll": ("scan.halo", 1, "roll_tensor", -1),
+    "roll and sum": ("roll_tensor", -1, "group.sum", None),
     "dispatch and combine": ("dispatch", None, "combine", None),
 }
 
 
 def call(cp: hcp.ContextParallelHandler, operation: str, option: int | None) -> None:
     loaded = operation == "dispatch" and cp.layout.rank == 0
-    rows = {"sum_over_group": 1, "dispatch": 40 * loaded}.get(operation, cp.rows)
+    rows = {"group.sum": 1, "dispatch": 40 * loaded}.get(operation, cp.rows)
     options = [] if option is None else [option]
-    getattr(cp, operation)(torch.zeros(rows, 3), *options)
+    attrgetter(operation)(cp)(torch.zeros(rows, 3), *options)
 
 
 def differing_call(rank: int, size: int, first: Any, second: Any, calls_before: int) -> None:
@@ -520,7 +521,7 @@ def test_a_sum_has_the_same_bits_on_every_rank() -> None:
         (cp,) = all_handlers(groups, [40], min_degree=4)
         generator = torch.Generator().manual_seed(groups.transport.rank)
         x = torch.randn(64, generator=generator).exp()
-        return cp.sum_over_group(x).view(torch.int32).tolist()
+        return cp.group.sum(x).view(torch.int32).tolist()
 
     results = hcp.loopback(4, check)
     assert all(result == results[0] for result in results)
@@ -537,12 +538,12 @@ def check_head_exchange(
     for cp in all_handlers(groups, lengths, min_degree=min_degree):
         local = [whole[s][t] for s, t in tokens_of(cp)]
         x = torch.stack(local) if local else torch.zeros(0, heads, 3, dtype=dtype)
-        y = cp.sequence_to_head(x.requires_grad_())
-        own = cp.head_slice(heads)
+        y = cp.whole.sequence_to_head(x.requires_grad_())
+        own = cp.whole.head_slice(heads)
         want = [whole[s][:, own] for s in cp.layout.sequences]
-        assert cp.whole_cu_seqlens.diff().tolist() == [len(part) for part in want]
+        assert cp.whole.cu_seqlens.diff().tolist() == [len(part) for part in want]
         assert torch.equal(y, torch.cat(want) if want else y.new_zeros(0, heads, 3))
-        back = cp.head_to_sequence(y, heads)
+        back = cp.whole.head_to_sequence(y, heads)
         assert torch.equal(back, x)
         weights = torch.randn(x.shape, generator=generator).to(dtype)
         back.backward(weights)  # the adjoint of the identity, through both
@@ -599,14 +600,14 @@ def test_padding_travels_as_sequences_of_its_own(
             padding = cp.layout.padding
             x = rank + torch.arange(cp.rows, dtype=torch.float64) / 1024
             x = x[:, None].repeat(1, 3).requires_grad_()
-            y = cp.sequence_to_head(x)
-            assert cp.whole_cu_seqlens.tolist()[-1] == y.shape[0]
+            y = cp.whole.sequence_to_head(x)
+            assert cp.whole.cu_seqlens.tolist()[-1] == y.shape[0]
             tokens = sum(cp.layout.lengths)
             owners = [cp.layout.first_rank + j for j in range(cp.degree)]
             mine = [r for r, n in zip(owners, cp.layout.paddings, strict=True) for _ in range(n)]
             if y.shape[1]:
                 assert y[tokens:, 0].floor().tolist() == mine
-            back = cp.head_to_sequence(y, 3)
+            back = cp.whole.head_to_sequence(y, 3)
             assert torch.equal(back, x)
             back.backward(x.detach())
             assert torch.equal(x.grad, x)
@@ -633,7 +634,7 @@ def test_a_scan_over_whole_sequences_equals_one_rank() -> None:
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, [31], min_degree=3)
         local = x[cp.position_ids].requires_grad_()
-        out = cp.head_to_sequence(cp.sequence_to_head(local).cumsum(0), 5)
+        out = cp.whole.head_to_sequence(cp.whole.sequence_to_head(local).cumsum(0), 5)
         out.square().sum().backward()
         assert torch.allclose(out, x.cumsum(0)[cp.position_ids], atol=1e-12)
         assert torch.allclose(local.grad, whole.grad[cp.position_ids], atol=1e-12)
@@ -646,9 +647,9 @@ def test_wrong_rows_of_whole_sequences_are_refused(to_heads: bool) -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
         if to_heads:
-            cp.sequence_to_head(torch.zeros(8, 2, 4))
+            cp.whole.sequence_to_head(torch.zeros(8, 2, 4))
         else:
-            cp.head_to_sequence(torch.zeros(9, 3, 4), 2)
+            cp.whole.head_to_sequence(torch.zeros(9, 3, 4), 2)
 
     message = r"expected \(9, heads, ...\)" if to_heads else r"expected \(9, 2, ...\)"
     with pytest.raises(ValueError, match=message):

@@ -47,10 +47,10 @@ class Hybrid(torch.nn.Module):
         return x + cp.attention(*qkv, comm_type=self.comm_type, **options).flatten(1)
 
     def scan(self, x: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
-        whole = cp.sequence_to_head(torch.tanh(self.decay(x)).view(-1, HEADS, SIZE))
-        sizes = cp.whole_cu_seqlens.diff().tolist()
+        whole = cp.whole.sequence_to_head(torch.tanh(self.decay(x)).view(-1, HEADS, SIZE))
+        sizes = cp.whole.cu_seqlens.diff().tolist()
         states = [part.cumsum(0) for part in whole.split(sizes)] if sizes else [whole]
-        return x + 0.1 * cp.head_to_sequence(torch.cat(states), HEADS).flatten(1)
+        return x + 0.1 * cp.whole.head_to_sequence(torch.cat(states), HEADS).flatten(1)
 
     def forward(self, x: Tensor, target: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
         for layer in range(2):

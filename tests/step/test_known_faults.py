@@ -380,11 +380,11 @@ class Delta:
 
 
 def by_states(cp: hcp.ContextParallelHandler, x: Tensor) -> Tensor:
-    spans = [Delta.of(part) for part in x.split(cp.span_cu_seqlens.diff().tolist())]
+    spans = [Delta.of(part) for part in x.split(cp.scan.span_cu_seqlens.diff().tolist())]
     zero = x.new_zeros(x.shape[1], SIZE, SIZE)
     ends = torch.stack([span.scan(zero)[1] for span in spans])
     whole = torch.stack([product(span.steps()[0]) for span in spans])
-    entering = cp.pass_states(ends, transition=whole)
+    entering = cp.scan.pass_states(ends, transition=whole)
     return torch.cat([span.scan(h)[0] for span, h in zip(spans, entering, strict=True)])
 
 
@@ -396,10 +396,12 @@ def product(transitions: Tensor) -> Tensor:
 
 
 def by_heads(cp: hcp.ContextParallelHandler, x: Tensor) -> Tensor:
-    whole = cp.sequence_to_head(x)
+    whole = cp.whole.sequence_to_head(x)
     zero = x.new_zeros(whole.shape[1], SIZE, SIZE)
-    parts = whole.split(cp.whole_cu_seqlens.diff().tolist())
-    return cp.head_to_sequence(torch.cat([Delta.of(part).scan(zero)[0] for part in parts]), HEADS)
+    parts = whole.split(cp.whole.cu_seqlens.diff().tolist())
+    return cp.whole.head_to_sequence(
+        torch.cat([Delta.of(part).scan(zero)[0] for part in parts]), HEADS
+    )
 
 
 @pytest.mark.parametrize("way", [by_states, by_heads])

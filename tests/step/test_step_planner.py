@@ -48,7 +48,7 @@ def equal_to_its_parts(rank: int, size: int) -> None:
     assert step.planning.seconds == step.planning.waited > 0
     (ahead,) = planner.steps([Read(samples_of(rank))], groups)
     assert content(ahead) == content(by_hand)
-    assert [cp.default_comm_type for cp, _ in ahead] == ["all_gather"] * len(ahead)
+    assert [cp.comm.default_type for cp, _ in ahead] == ["all_gather"] * len(ahead)
 
 
 def test_a_planners_step_is_the_one_that_its_parts_make_by_hand() -> None:

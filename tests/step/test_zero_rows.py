@@ -6,11 +6,13 @@ What is compared: support/zero_rows.py.
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from support.core_attention import WholeAttention
+from support.public_names import names_of_handler
 from support.zero_rows import DTYPES, PLANS, TYPES, Call, Inputs, Made, Results, check, masked
 from torch import Tensor
 from torch.nn import functional as F
@@ -108,13 +110,13 @@ def cross_attention(**options: Any) -> Call:
 def sparse_attention(latent: bool) -> Call:
     def call(made: Made, given: Inputs) -> Results:
         indexer = given("index query", 3, 4), given("index key", 4), given("index weights", 3)
-        indices, scores = made.cp.top_k_keys(*indexer, 2)
+        indices, scores = made.cp.sparse.top_k(*indexer, 2)
         keys: dict[str, Any]
         if latent:
             keys = {"key": given("latent", 8), "expand": Expansion(given)}
         else:
             keys = {"key": given("key", 2, 5), "value": given("value", 2, 4)}
-        found = made.cp.sparse_attention(given("query", 4, 5), indices=indices, **keys)
+        found = made.cp.sparse.attention(given("query", 4, 5), indices=indices, **keys)
         scores = scores.masked_fill(indices < 0, 0)
         results = zip(("out", "lse", "weights", "scores"), (*found, scores), strict=True)
         return {name: ("rows", x) for name, x in results}
@@ -148,11 +150,11 @@ def cast(made: Made, given: Inputs) -> Results:
 
 
 def of_sequences(made: Made, given: Inputs) -> Results:
-    rows = made.cp.repeat_by_sequence(given("value", 3, kind="held"))
-    sums = made.cp.sum_by_sequence(given("x", 3) * rows)
-    own = made.cp.combine_by_sequence(sums.square())
+    rows = made.cp.sequences.repeat(given("value", 3, kind="held"))
+    sums = made.cp.sequences.sum(given("x", 3) * rows)
+    own = made.cp.sequences.combine(sums.square())
     tokens = given("y", 2)[: made.cp.rows - made.cp.layout.padding]
-    group = made.cp.sum_over_group(tokens.sum(0, keepdim=True))
+    group = made.cp.group.sum(tokens.sum(0, keepdim=True))
     named = {"rows": ("rows", rows), "sums": ("held", sums), "brought": ("brought", own)}
     return {**named, "group": ("once", group)}
 
@@ -164,12 +166,12 @@ def rolled(made: Made, given: Inputs) -> Results:
 
 
 def with_halo(made: Made, given: Inputs) -> Results:
-    found, at = made.cp.halo(given("x", 2, 3), 2), made.cp.halo_rows(2)
+    found, at = made.cp.scan.halo(given("x", 2, 3), 2), made.cp.scan.halo_rows(2)
     return {"before": ("rows", torch.stack([found[at - 2], found[at - 1], found[at]], 1))}
 
 
 def spans_of(cp: hcp.ContextParallelHandler, x: Tensor) -> list[Tensor]:
-    sizes = cp.span_cu_seqlens.diff().tolist()
+    sizes = cp.scan.span_cu_seqlens.diff().tolist()
     return list(x.split(sizes)) if sizes else []
 
 
@@ -191,7 +193,7 @@ def recurrence(name: str) -> Call:
         if name == "maps":
             entering = mapped(made.cp, states, factors, given.parameter("initial", 2, 3))
         else:
-            entering = made.cp.pass_states(states, **{name: factors})
+            entering = made.cp.scan.pass_states(states, **{name: factors})
         outs = []
         spans = spans_of(made.cp, x), spans_of(made.cp, factor), entering
         for rows, factors, state in zip(*spans, strict=True):
@@ -210,7 +212,7 @@ def mixed_states(made: Made, given: Inputs) -> Results:
     ends = [rows.sum(0) for rows in spans_of(made.cp, x)]
     states = torch.stack(ends) if ends else x
     decay = torch.zeros(len(states), 1, 1, dtype=torch.promote_types(x.dtype, torch.float32))
-    entering = made.cp.pass_states(states, decay)  # what the span before has given
+    entering = made.cp.scan.pass_states(states, decay)  # what the span before has given
     assert entering.dtype == x.dtype
     seen = x + entering.sum() * 0
     return {"states": ("rows", seen)}
@@ -227,19 +229,21 @@ def mapped(
     def both(earlier: Parts, later: Parts) -> Parts:
         return later[0] @ earlier[0], later[0] @ earlier[1] + later[1]
 
-    (entering,) = cp.pass_maps((factors, states), combine=both, apply=after, initial=(initial,))
+    (entering,) = cp.scan.pass_maps(
+        (factors, states), combine=both, apply=after, initial=(initial,)
+    )
     return entering
 
 
 def by_heads(heads: int) -> Call:
     def call(made: Made, given: Inputs) -> Results:
         cp = made.cp
-        own = cp.sequence_to_head(given("x", heads, 2))
-        held = cp.head_slice(heads)
+        own = cp.whole.sequence_to_head(given("x", heads, 2))
+        held = cp.whole.head_slice(heads)
         assert own.shape[1] == held.stop - held.start
-        whole = own.split(cp.whole_cu_seqlens.diff().tolist())
+        whole = own.split(cp.whole.cu_seqlens.diff().tolist())
         scanned = torch.cat([x.cumsum(0) for x in whole]) if whole else own
-        return {"scanned": ("rows", cp.head_to_sequence(scanned, heads))}
+        return {"scanned": ("rows", cp.whole.head_to_sequence(scanned, heads))}
 
     return call
 
@@ -276,8 +280,8 @@ CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "cross-attention": (("cross_attention",), cross_attention()),
     "causal cross-attention": (("cross_attention",), cross_attention(causal=True, sinks=True)),
     "cross-attention in a window": (("cross_attention",), cross_attention(window_size=(1, 1))),
-    "sparse attention": (("top_k_keys", "sparse_attention"), sparse_attention(latent=False)),
-    "sparse attention to latents": (("sparse_attention",), sparse_attention(latent=True)),
+    "sparse attention": (("sparse.top_k", "sparse.attention"), sparse_attention(latent=False)),
+    "sparse attention to latents": (("sparse.attention",), sparse_attention(latent=True)),
     "rotary embedding": (
         ("rotary", "apply_rotary_pos_emb", "get_emb_on_this_cp_rank", "get_rotary_seq_len"),
         rotated,
@@ -285,17 +289,23 @@ CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
     "dispatch": (("dispatch", "combine"), dispatched),
     "dispatch to another dtype": (("dispatch", "combine"), cast),
     "values of sequences": (
-        ("repeat_by_sequence", "sum_by_sequence", "combine_by_sequence", "sum_over_group"),
+        ("sequences.repeat", "sequences.sum", "sequences.combine", "group.sum"),
         of_sequences,
     ),
     "rolls": (("roll_tensor",), rolled),
-    "a halo": (("halo", "halo_rows"), with_halo),
-    "states and decays": (("pass_states",), recurrence("decay")),
-    "states and transitions": (("pass_states",), recurrence("transition")),
-    "states and wider decays": (("pass_states",), mixed_states),
-    "states and maps": (("pass_maps",), recurrence("maps")),
-    "whole sequences": (("sequence_to_head", "head_to_sequence", "head_slice"), by_heads(5)),
-    "whole sequences of one head": (("sequence_to_head", "head_to_sequence"), by_heads(1)),
+    "a halo": (("scan.halo", "scan.halo_rows"), with_halo),
+    "states and decays": (("scan.pass_states",), recurrence("decay")),
+    "states and transitions": (("scan.pass_states",), recurrence("transition")),
+    "states and wider decays": (("scan.pass_states",), mixed_states),
+    "states and maps": (("scan.pass_maps",), recurrence("maps")),
+    "whole sequences": (
+        ("whole.sequence_to_head", "whole.head_to_sequence", "whole.head_slice"),
+        by_heads(5),
+    ),
+    "whole sequences of one head": (
+        ("whole.sequence_to_head", "whole.head_to_sequence"),
+        by_heads(1),
+    ),
     "losses": (("loss", "loss_sum"), losses),
     "a row that stands in": (("at_least_one_row",), padded),
 }
@@ -345,37 +355,35 @@ def test_states_by_rounds_equal_one_rank(
 # ---- what a rank without rows has ----------------------------------------------------------------
 
 OUTSIDE = {
+    "comm.default_type": "p2p",
+    "comm.layer_bytes": 0,
     "comm_types": ("p2p",),
     "cu_seqlens": [0],
-    "default_comm_type": "p2p",
     "degree": 0,
     "device": torch.device("cpu"),
-    "global_ranks": [],
+    "group.global_ranks": [],
+    "group.rank": 0,
     "head_chunks": 1,
     "kernel_family": "auto",
-    "layer_bytes": 0,
     "loss_tokens": 7.0,
     "max_seqlen": 0,
     "payloads": {},
-    "place": 0,
     "position_ids": [],
     "rows": 0,
-    "rows_in_whole": [],
-    "span_cu_seqlens": [0],
-    "whole_cu_seqlens": [0],
+    "scan.span_cu_seqlens": [0],
+    "whole.cu_seqlens": [0],
+    "whole.row_indices": [],
 }
 """Of a handler's public names, those that give no rows, and what they give there."""
 
 OTHERS = {
-    "arrive",  # these bring tables to the device
-    "pin",
-    "choose_scan",
-    "comm_choices",
-    "scan_choices",
+    "comm.choices",
     "layout",
     "micro_batch",
     "plan",
-    "scan_type",
+    "scan.choices",
+    "scan.choose",
+    "scan.type",
 }
 
 
@@ -384,7 +392,7 @@ def test_a_rank_outside_has_no_rows() -> None:
         cp = hcp.ContextParallelHandler(
             hcp.Plan.from_dict(PLANS["one rank outside"]), 0, groups.transport, loss_tokens=7.0
         )
-        values = {name: getattr(cp, name) for name in OUTSIDE}
+        values = {name: attrgetter(name)(cp) for name in OUTSIDE}
         return {n: x.tolist() if isinstance(x, Tensor) else x for n, x in values.items()}
 
     *_, outside = hcp.loopback(3, found)
@@ -394,5 +402,4 @@ def test_a_rank_outside_has_no_rows() -> None:
 def test_every_public_name_of_a_handler_is_tried_without_rows() -> None:
     covered = {name for names, _ in CALLS.values() for name in names}
     handler, *_ = hcp.loopback(4, lambda groups: Made(groups, PLANS["many ranks outside"]).cp)
-    public = {name for name in dir(handler) if not name.startswith("_")}
-    assert public - OTHERS == covered | OUTSIDE.keys()
+    assert {*names_of_handler(handler)} - OTHERS == covered | OUTSIDE.keys()

@@ -52,7 +52,7 @@ def module(cp: hcp.ContextParallelHandler, q: Tensor, k: Tensor, v: Tensor) -> T
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
         assert (q.dtype, k.dtype, v.dtype) == given
-        sizes = cp.whole_cu_seqlens.diff().tolist()
+        sizes = cp.whole.cu_seqlens.diff().tolist()
         parts = zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
         return torch.cat([sdpa(*part) for part in parts]).flatten(1)
 

@@ -119,11 +119,11 @@ def error(groups: Any, case: SparseCase, plan: hcp.Plan | None = None) -> float:
 
         def layer(*leaves: Tensor, cp: Any = cp) -> tuple[Tensor, ...]:
             query, rows, *indexer = leaves
-            indices, scores = cp.top_k_keys(*indexer, case.top_k, relu=case.relu)
+            indices, scores = cp.sparse.top_k(*indexer, case.top_k, relu=case.relu)
             if case.latent:
-                found = cp.sparse_attention(query, rows, indices=indices, expand=up)
+                found = cp.sparse.attention(query, rows, indices=indices, expand=up)
             else:
-                found = cp.sparse_attention(query, *up(rows), indices=indices)
+                found = cp.sparse.attention(query, *up(rows), indices=indices)
             out, lse, weights = found
             own = slice(0, cp.rows - cp.layout.padding)
             return out, lse, loss_of(scores[own], weights[own])

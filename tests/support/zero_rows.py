@@ -153,7 +153,7 @@ class Made:
 
     def counts(self, kind: str) -> bool:
         """Whether results of a kind count on this rank: what a group shares does so on one."""
-        return kind not in ("held", "once") or self.cp.place == 0
+        return kind not in ("held", "once") or self.cp.group.rank == 0
 
 
 # ---- compared ------------------------------------------------------------------------------------

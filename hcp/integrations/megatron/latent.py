@@ -69,7 +69,7 @@ class _HandOn:
 
 def sends_latents(layer: Any, cp: hcp.ContextParallelHandler) -> bool:
     """Whether a layer's rows can travel before they are projected, under its comm type."""
-    config, comm_type = layer.config, layer.core_attention.cp_comm_type or cp.default_comm_type
+    config, comm_type = layer.config, layer.core_attention.cp_comm_type or cp.comm.default_type
     # A share of the rows on each tensor-parallel rank; and projections of any number of rows, or of
     # several numbers in one pass.
     shares_rows = config.sequence_parallel and layer.pg_collection.tp.size() > 1

@@ -36,7 +36,7 @@ class HeadShare:
         self.cp_group = getattr(whole, "cp_group", None)
         heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp
         self._units = _units(heads, groups, max(1, cp.degree))
-        self._heads, self._own_units = cp.head_slice(heads), cp.head_slice(self._units)
+        self._heads, self._own_units = cp.whole.head_slice(heads), cp.whole.head_slice(self._units)
         self.headdim = whole.d_inner_local_tp // heads
         self.nheads_local_tpcp = self._heads.stop - self._heads.start
         self.ngroups_local_tpcp = self._own_units.stop - self._own_units.start
@@ -58,15 +58,15 @@ class HeadShare:
             [z.unflatten(1, (heads, -1)), x.unflatten(1, (heads, -1)), dt[..., None]], 2
         )
         by_unit = torch.cat([self._spread(b), self._spread(c)], 2)
-        mine = self._cp.sequence_to_head(by_head)
+        mine = self._cp.whole.sequence_to_head(by_head)
         z, x, dt = mine.split([self.headdim, self.headdim, 1], 2)
-        b, c = self._cp.sequence_to_head(by_unit).chunk(2, 2)
+        b, c = self._cp.whole.sequence_to_head(by_unit).chunk(2, 2)
         return torch.cat([part.flatten(1) for part in (z, x, b, c, dt)], 1)[:, None]
 
     def post_conv_ssm(self, y: Tensor, packed_seq_params: Any = None) -> Tensor:
         """Exchange (S, 1, P * heads of this rank) for (T, 1, P * H)."""
         rows = y[:, 0].unflatten(1, (self.nheads_local_tpcp, self.headdim))
-        out = self._cp.head_to_sequence(rows, self._whole.nheads_local_tp).flatten(1)
+        out = self._cp.whole.head_to_sequence(rows, self._whole.nheads_local_tp).flatten(1)
         return with_padding(out, packed_seq_params.rows)[:, None]
 
     def _spread(self, part: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def sharing_heads(mixer: type) -> type:
             whole, size = self.cp, hidden_states.element_size()
             heads, inner = whole.nheads_local_tp, whole.d_inner_local_tp
             units = _units(heads, whole.ngroups_local_tp, max(1, cp.degree))
-            return cp.choose_scan(
+            return cp.scan.choose(
                 heads,
                 row_bytes=(3 * inner + heads + 2 * units * whole.d_state) * size,
                 state_bytes=(inner * whole.d_state + heads) * 4,
@@ -193,7 +193,7 @@ def sharing_heads(mixer: type) -> type:
 
             def scan(spans: list[slice]) -> tuple[Tensor, Tensor]:
                 numbers = torch.arange(len(spans), device=x.device, dtype=torch.int32)
-                seq_idx = numbers.repeat_interleave(cp.span_cu_seqlens.diff())[None]
+                seq_idx = numbers.repeat_interleave(cp.scan.span_cu_seqlens.diff())[None]
                 given = x[None], dt[None], rate, b[None], c[None], self.chunk_size
                 options = {"D": skip, "dt_bias": bias, "dt_softplus": True, "seq_idx": seq_idx}
                 out = kernel(*(y.contiguous() for y in given[:2]), *given[2:], **options)

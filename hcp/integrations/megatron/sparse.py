@@ -57,14 +57,14 @@ class _Choosing:
             # The indexer learns from its own loss alone.
             made = indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
             own_query, own_key, own_weights = (each[:rows, 0] for each in made)
-            indices, scores = cp.top_k_keys(
+            indices, scores = cp.sparse.top_k(
                 own_query,
                 own_key,
                 own_weights,
                 config.dsa_indexer_topk,
                 relu=config.dsa_indexer_scoring_relu,
             )
-        out, _, weights = cp.sparse_attention(
+        out, _, weights = cp.sparse.attention(
             query[:rows],
             key[:rows, 0],
             indices=indices,

@@ -286,7 +286,7 @@ def hcp_attention(
         _refuse_with_indices(module, size, softcap, s_aux, dropout, rotary)
         indices = options["indices"].indices(cp)
         keys.pop("parameters", None)  # autograd follows the function that expands
-        out, _, _ = cp.sparse_attention(queries, **keys, indices=indices, softmax_scale=scaling)
+        out, _, _ = cp.sparse.attention(queries, **keys, indices=indices, softmax_scale=scaling)
         return _padded(out, query.shape[2])
     out = cp.attention(
         queries,
@@ -328,7 +328,7 @@ def _refuse_with_indices(
     if found := [name for name, value in asked.items() if value is not None]:
         raise ValueError(
             f"{type(module).__name__} asks for {found[0]} and for chosen keys, expected chosen "
-            "keys alone: cp.sparse_attention computes nothing else"
+            "keys alone: cp.sparse.attention computes nothing else"
         )
 
 

@@ -38,7 +38,7 @@ class Choice:
         if self._chosen is None:
             query, key, weights = (x[0, : cp.rows] for x in self._given)
             with torch.no_grad():
-                self._chosen, _ = cp.top_k_keys(query, key, weights, self._top_k)
+                self._chosen, _ = cp.sparse.top_k(query, key, weights, self._top_k)
         return self._chosen
 
 

@@ -77,7 +77,7 @@ class Unexpanded:
         )
         whole = all(type(p) in (Tensor, nn.Parameter) and p.numel() for p in self.parameters)
         compiled = torch.compiler.is_dynamo_compiling()
-        return whole and not (drops or compiled or exchanges_heads(cp.default_comm_type))
+        return whole and not (drops or compiled or exchanges_heads(cp.comm.default_type))
 
 
 def send_latents(model: nn.Module, attention: str) -> bool:

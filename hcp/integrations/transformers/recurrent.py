@@ -162,7 +162,7 @@ def _scanned(
 
     given = hidden_states, dt, B, C
     rows, (heads, size), read = slice(0, cp.rows), hidden_states.shape[2:], B.shape[3]
-    choice = cp.choose_scan(
+    choice = cp.scan.choose(
         heads,
         row_bytes=heads * (2 * size + 2 * read + 1) * hidden_states.element_size(),
         state_bytes=heads * (size * read + 1) * 4,
@@ -203,17 +203,17 @@ def _scanned_by_heads(
     heads = x.shape[1]
     b, c = (part.repeat_interleave(heads // part.shape[1], 1) for part in (b, c))
     sizes = [x.shape[2], 1, b.shape[2], c.shape[2]]
-    mine = torch.split(cp.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)), sizes, 2)
-    own = cp.head_slice(heads)
+    mine = torch.split(cp.whole.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)), sizes, 2)
+    own = cp.whole.head_slice(heads)
     per_head = {
         name: option[own] if name in ("D", "dt_bias") and option is not None else option
         for name, option in options.items()
     }
-    outs, lengths = [], cp.whole_cu_seqlens.diff().tolist()
+    outs, lengths = [], cp.whole.cu_seqlens.diff().tolist()
     for x, dt, b, c in zip(*(torch.split(part, lengths) for part in mine), strict=True):
         out = function(x[None], dt[None, ..., 0], A[own], b[None], c[None], **per_head)
         outs.append((out[0] if isinstance(out, tuple) else out)[0])
-    return cp.head_to_sequence(torch.cat(outs), heads)
+    return cp.whole.head_to_sequence(torch.cat(outs), heads)
 
 
 def _not_fused(function: Function, cp: ContextParallelHandler, *given: Any, **options: Any) -> None:
