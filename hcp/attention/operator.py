@@ -226,31 +226,18 @@ def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 
 # Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
-_ROWS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
-_OPTIONS = (
-    "float scale, Tensor? cos=None, Tensor? sin=None, bool interleaved=False, "
-    'str family="torch", float softcap=0.0'
-)
-_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse, Tensor words"
-_RESULTS = "Tensor, Tensor, Tensor, Tensor"
-for _name, _schema, _run, _shapes, _gradient, _keep in (
-    (
-        "hcp::attention",
-        f'({_ROWS}, Tensor words, {_OPTIONS}, int number=0, str name="") -> ({_RESULTS}, Tensor)',
-        _attention,
-        _attention_fake,
-        _backward,
-        _save,
-    ),
+for _name, _run, _shapes, _gradient, _keep in (
+    ("hcp::attention", _attention, _attention_fake, _backward, _save),
     (
         "hcp::attention_backward",
-        f'({_SAVED}, Tensor number, {_OPTIONS}, str name="") -> ({_RESULTS})',
         _attention_backward,
         _attention_backward_fake,
         _refuse_second_derivative,
         _save_nothing,
     ),
 ):
+    # A call has a number of its own, which is no size that a compiler could make a symbol of.
+    _schema = torch.library.infer_schema(_run, mutates_args=()).replace("SymInt", "int")
     torch.library.define(_name, _schema)
     torch.library.impl(_name, ("cpu", "cuda"), _run)
     register_shapes(_name, _shapes)

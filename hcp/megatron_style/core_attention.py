@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from hcp._words import CommType
 from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
+from hcp.attention.options import LayerOptions, expect_known
 from hcp.exchange.calls import Calls
 from hcp.megatron_style.handler import Handler
 from hcp.megatron_style.packed import check_group, packed_seq_params, whole_params
@@ -26,31 +26,18 @@ class CoreAttention(torch.nn.Module):
     """hcp's own attention as a module, which is called as Megatron calls its core attention."""
 
     def __init__(
-        self,
-        *,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        sinks: torch.nn.Parameter | None = None,
-        softcap: float = 0.0,
-        comm_type: CommType | None = None,
+        self, *, sinks: torch.nn.Parameter | None = None, **options: Unpack[LayerOptions]
     ) -> None:
-        """Keep the options of :meth:`hcp.ContextParallelHandler.attention`.
+        """Keep the options of :meth:`hcp.ContextParallelHandler.attention` that a layer has.
 
         Args:
-            causal: a token sees nothing after itself.
-            window_size: (left, right); -1: no limit.
-            softmax_scale: None: 1 / sqrt(head size).
             sinks: a parameter of one logit per head.
-            softcap: the cap of scores; 0: none.
-            comm_type: how keys and values travel; None: the handler's first.
+            **options: ``causal``, ``window_size``, ``softmax_scale``, ``softcap`` and
+                ``comm_type``, as there.
         """
         super().__init__()
-        self.causal = causal
-        self.window_size = window_size
-        self.softmax_scale = softmax_scale
-        self.softcap = softcap
-        self.comm_type = comm_type
+        expect_known("CoreAttention", options, LayerOptions)
+        self.options = options
         self.sinks: torch.nn.Parameter | None
         self.register_parameter("sinks", sinks)
 
@@ -141,7 +128,8 @@ def _own(
     comm_type: str | None,
 ) -> dict[str, Any]:
     """Return the options of hcp's own attention."""
-    options = attn_mod or CoreAttention()
+    options = LayerOptions() if attn_mod is None else attn_mod.options
+    own_type = options.get("comm_type")
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
     if given["attention_mask"] is not None:
@@ -149,17 +137,15 @@ def _own(
             "attention_mask is given, expected None: hcp's attention reads no mask; say "
             "attn_mask_type, or a window_size of hcp.CoreAttention, instead"
         )
-    if comm_type and options.comm_type and comm_type != options.comm_type:
+    if comm_type and own_type and comm_type != own_type:
         raise ValueError(
-            f"comm_type is {comm_type!r}, expected {options.comm_type!r}, that of attn_mod, or None"
+            f"comm_type is {comm_type!r}, expected {own_type!r}, that of attn_mod, or None"
         )
     return {
-        "causal": _is_causal(given["attn_mask_type"], options.causal, qkv_format),
-        "window_size": options.window_size,
-        "softmax_scale": options.softmax_scale,
-        "sinks": options.sinks,
-        "softcap": options.softcap,
-        "comm_type": options.comm_type or comm_type,
+        **options,
+        "causal": _is_causal(given["attn_mask_type"], options.get("causal", True), qkv_format),
+        "sinks": None if attn_mod is None else attn_mod.sinks,
+        "comm_type": own_type or comm_type,
         "layer": getattr(attn_mod, "layer_number", None),
     }
 

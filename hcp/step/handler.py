@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hcp.attention import rotary as rope
 from hcp.attention.checks import window_of
 from hcp.attention.comm_choices import CommChoices
 from hcp.attention.cross import CrossAttention
+from hcp.attention.options import AttentionOptions
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.attention.scan import Scan
 from hcp.attention.schedules import Schedules
@@ -211,20 +212,8 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
         key: Tensor,
         value: Tensor | None = ...,
         *,
-        causal: bool = ...,
-        window_size: tuple[int, int] = ...,
-        softmax_scale: float | None = ...,
-        sinks: Tensor | None = ...,
-        softcap: float = ...,
-        dropout_p: float = ...,
         return_lse: Literal[False] = ...,
-        comm_type: CommType | None = ...,
-        qkv_format: QkvFormat = ...,
-        rotary_pos_emb: Tensor | rope.Rotary | None = ...,
-        layer: LayerName = ...,
-        mask: str | None = ...,
-        expand: latent.Expand | None = ...,
-        parameters: Sequence[Tensor] | None = ...,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor: ...
 
     @overload
@@ -234,20 +223,8 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
         key: Tensor,
         value: Tensor | None = ...,
         *,
-        causal: bool = ...,
-        window_size: tuple[int, int] = ...,
-        softmax_scale: float | None = ...,
-        sinks: Tensor | None = ...,
-        softcap: float = ...,
-        dropout_p: float = ...,
         return_lse: Literal[True],
-        comm_type: CommType | None = ...,
-        qkv_format: QkvFormat = ...,
-        rotary_pos_emb: Tensor | rope.Rotary | None = ...,
-        layer: LayerName = ...,
-        mask: str | None = ...,
-        expand: latent.Expand | None = ...,
-        parameters: Sequence[Tensor] | None = ...,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(

@@ -12,6 +12,7 @@ import pytest
 
 import hcp
 from hcp import _words
+from hcp.attention.options import AttentionOptions
 from hcp.attention.qkv_format import QKV_FORMATS
 from hcp.attention.scan_types import SCAN_TYPES
 from hcp.exchange.connect import TRANSPORTS
@@ -77,6 +78,14 @@ def test_type_hints_of_all_public_names_resolve_without_torch_in_the_planner() -
             failed[name] = str(error)
     # It returns a tensor, and the planner does not import torch before.
     assert failed == {"Mask.dense": "name 'Tensor' is not defined"}
+
+
+def test_attention_takes_the_options_that_its_type_has() -> None:
+    """The overloads, and whoever passes options on, take them from the type."""
+    taken = inspect.signature(hcp.ContextParallelHandler.attention).parameters.values()
+    options = {p.name for p in taken if p.kind is p.KEYWORD_ONLY} - {"return_lse"}
+    hints = typing.get_type_hints(hcp.ContextParallelHandler.attention)
+    assert {name: hints[name] for name in options} == typing.get_type_hints(AttentionOptions)
 
 
 def test_all_public_names_are_documented() -> None:

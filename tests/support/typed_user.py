@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Literal, assert_type
+from typing import Literal, Unpack, assert_type
 
 from torch import Tensor, nn
 
 import hcp
+from hcp.attention.options import AttentionOptions
 from hcp.planning.plan import Group, lower_bound
 from hcp.planning.report import Report
 from hcp.rebinding.rebind import Audit
@@ -47,9 +48,22 @@ def steps(model: nn.Module, samples: list[dict[str, Tensor]]) -> None:
         assert_type(cp.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
         assert_type(cp.loss(x, x, grad_reduce="mean"), Tensor)
         cp.loss(x, x, grad_reduce="average")  # type: ignore[arg-type]
+        assert_type(attend(cp, x, comm_type="auto", mask="tree"), Tensor)
+        assert_type(cp.scan.halo(x, 3), Tensor)
+        assert_type(cp.group.global_ranks, list[int])
         cp.attention(x, x, x, comm_type="ring")  # type: ignore[call-overload]
+        cp.attention(x, x, x, is_causal=True)  # type: ignore[call-overload]
+        attend(cp, x, dropout=0.1)  # type: ignore[call-arg]
+        cp.halo(x, 3)  # type: ignore[attr-defined]
+        hcp.CoreAttention(softcap="30")  # type: ignore[arg-type]
     hcp.dispatch(plan, own, sources, groups, comm_types=["ring"])  # type: ignore[list-item]
     hcp.build_process_groups(transport="nvlink")  # type: ignore[arg-type]
+
+
+def attend(
+    cp: hcp.ContextParallelHandler, x: Tensor, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    return cp.attention(x, x, x, **options)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,15 @@ by a module with the same arguments.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from hcp._words import CommType
 from hcp.attention.checks import as_autocast
+from hcp.attention.options import AttentionOptions, expect_known
 from hcp.attention.rotary import Rotary
-from hcp.exchange.agreement import LayerName
 from hcp.step.backends import INSTALL_TE
 from hcp.step.handler import ContextParallelHandler
 
@@ -42,50 +42,54 @@ class Handler(ContextParallelHandler):
         key: Tensor,
         value: Tensor,
         *,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
         return_lse: bool = False,
-        comm_type: CommType | None = None,
-        rotary_pos_emb: Tensor | Rotary | None = None,
-        layer: LayerName = None,
         cp_group: Any = None,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
-        """Like :meth:`hcp.ContextParallelHandler.attention`, but refuses sinks, soft-capping,
-        dropout and log-sum-exp. Ranks do not compare ``layer``, since Transformer Engine exchanges
-        rows itself."""
-        for name, given, none in (
-            ("sinks", sinks, None),
-            ("softcap", softcap, 0.0),
-            ("dropout_p", dropout_p, 0.0),
-            ("return_lse", return_lse, False),
-        ):
-            if given is not none and given != none:
-                raise ValueError(
-                    f"{name} is {given}, expected {none} with the backend 'transformer_engine': "
-                    "use 'torch'"
-                )
-        if rotary_pos_emb is not None:
-            emb = rotary_pos_emb
+        """Like :meth:`hcp.ContextParallelHandler.attention`, but refuses options that Transformer
+        Engine does not have here: sinks, soft-capping, dropout, log-sum-exp, formats, masks and
+        latent rows. Ranks do not compare ``layer``, since Transformer Engine exchanges rows itself.
+        """
+        expect_known("attention", options, AttentionOptions)
+        given: dict[str, Any] = {**_DEFAULTS, **options, "return_lse": return_lse}
+        _refuse_others(given)
+        emb = given["rotary_pos_emb"]
+        if emb is not None:
             rotary = emb if isinstance(emb, Rotary) else self.rotary(emb)
             query, key = (self.apply_rotary_pos_emb(x, rotary) for x in (query, key))
         query, key, value = map(as_autocast, (query, key, value))
         module = _module(
-            query.shape[1], key.shape[1], query.shape[2], value.shape[2], softmax_scale
+            query.shape[1], key.shape[1], query.shape[2], value.shape[2], given["softmax_scale"]
         )
         out = self.core_attn(
-            attn_mod=_Adapted(module, window_size),
+            attn_mod=_Adapted(module, given["window_size"]),
             query=query,
             key=key,
             value=value,
-            attn_mask_type="padding_causal" if causal else "padding",
+            attn_mask_type="padding_causal" if given["causal"] else "padding",
             cp_group=cp_group,
-            comm_type=comm_type,
+            comm_type=given["comm_type"],
         )
         return out.view(query.shape[0], query.shape[1], value.shape[2])
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(ContextParallelHandler.attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+_TAKEN = {"causal", "window_size", "softmax_scale", "comm_type", "rotary_pos_emb", "layer"}
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    """Raise ValueError for an option that is not taken here, unless it has its default."""
+    for name in sorted(_DEFAULTS.keys() - _TAKEN):
+        value, default = given[name], _DEFAULTS[name]
+        if value is not default and value != default:
+            raise ValueError(
+                f"{name} is {value}, expected {default} with the backend 'transformer_engine': "
+                "use 'torch'"
+            )
 
 
 class _Adapted:
