@@ -284,6 +284,14 @@ def test_a_comm_type_beside_that_of_the_module_is_refused() -> None:
     refuse("comm_type is 'ring', expected 'p2p', that of att", attn_mod=module, comm_type="ring")
 
 
+def test_an_option_that_a_layer_does_not_have_is_refused_where_the_module_is_made() -> None:
+    for name in ("window", "qkv_format"):
+        with pytest.raises(
+            TypeError, match=f"^CoreAttention got an unexpected .* '{name}', expected"
+        ):
+            hcp.CoreAttention(**{name: None})  # type: ignore[arg-type]
+
+
 def test_batches_of_lengths_that_differ_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, Case((4, 6), 1))

@@ -389,6 +389,10 @@ def run_transformer_engine(rank: int, size: int) -> float:
         cp.attention(q, kv, kv, softcap=2.0)
     with pytest.raises(ValueError, match="return_lse is True, expected False"):
         cp.attention(q, kv, kv, return_lse=True)
+    with pytest.raises(ValueError, match="mask is tree, expected None"):
+        cp.attention(q, kv, kv, mask="tree")
+    with pytest.raises(TypeError, match="attention got an unexpected keyword argument 'is_causal'"):
+        cp.attention(q, kv, kv, is_causal=True)
     return worst
 
 
