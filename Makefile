@@ -7,7 +7,8 @@
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
-WORKERS ?= 2
+# One more than cores: ranks that wait for each other leave cores idle.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
 ARGS    ?=
 # Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1,
 # and from then on, since all environments of this tree share its libraries.
@@ -30,8 +31,9 @@ PY   := $(VENV)/bin/python
 BUILT_FROM := setup.py pyproject.toml MANIFEST.in $(shell find csrc -type f -name '*.[ch]*')
 LIBRARIES  := hcp/_core.abi3.so hcp/_ops.abi3.so
 
-# pip says nothing but errors.
-install = $(1)/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore -qq
+# pip says nothing but errors. Modules are compiled when they are imported first: all of torch's would
+# take 25 seconds, and most of them are never imported.
+install = $(1)/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore -qq --no-compile
 INSTALL = $(call install,$(VENV))
 
 # What is installed is noted in the environment itself: hcp with the tree that it was installed from
@@ -100,11 +102,14 @@ test-long: setup-trainer
 
 # ---- Trainers -----------------------------------------------------------------------------------
 
+# Tests of the core's folders whose cases need a trainer's packages, and are skipped without them.
+PROGRAMS_OF_TRAINERS = $(addprefix tests/programs/test_,help.py launch.py lengths.py)
+
 # Those whose packages go together, in the environment of the other tests.
 test-integrations: setup-trainer
-	@echo "Installing $(MEGATRON), 10 seconds"
-	@$(INSTALL) $(MEGATRON)
-	$(RUN) tests/integrations tests/megatron_style/test_packed.py tests/programs/test_launch.py $(ARGS)
+	@echo "Installing $(MEGATRON) and datasets, 20 seconds"
+	@$(INSTALL) $(MEGATRON) datasets
+	$(RUN) tests/integrations tests/megatron_style/test_packed.py $(PROGRAMS_OF_TRAINERS) $(ARGS)
 
 test-torch:
 	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-torch-$(EDGE) \
@@ -125,7 +130,7 @@ SWEEP_pinned = --check
 test-trainer-transformers: TRAINER = $(CURDIR)/.venv-transformers-$(EDGE)
 test-trainer-transformers: FORCE
 	$(MAKE) setup-trainer $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
-	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) tests/integrations/test_trl.py \
+	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) $(PROGRAMS_OF_TRAINERS) tests/integrations/test_trl.py \
 	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
 	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
 OF_TRANSFORMERS = $(wildcard tests/integrations/test_transformers*.py) \
@@ -252,11 +257,11 @@ $(PY):
 $(READY): $(BUILT_FROM) | $(PY)
 	@rm -f $@
 	@$(PY) -c 'import torch' 2>/dev/null || { \
-	  echo "Installing $(TORCH), half a minute after its download of 0.2 GB (for CPUs) to 3 GB"; \
+	  echo "Installing $(TORCH), 15 seconds after its download of 0.2 GB (for CPUs) to 3 GB"; \
 	  $(INSTALL) $(TORCH) && $(PY) -W ignore -c 'import torch'; } || { \
 	  echo "$(TORCH) could not be installed into $(VENV); name another with make TORCH='torch==...'," \
 	    "2.10 or later, or install torch there yourself" >&2; exit 1; }
-	@echo "Compiling hcp, $(if $(CUDA),3 minutes on 2 cores with kernels for GPUs,1 minute on 2 cores; kernels for GPUs only with CUDA=1)"
+	@echo "Compiling hcp, $(if $(CUDA),3 minutes on 2 cores with kernels for GPUs,40 seconds on 2 cores; kernels for GPUs only with CUDA=1)"
 	@$(if $(or $(CUDA),$(filter-out undefined,$(origin NVCC))),,NVCC=) $(INSTALL) --editable .
 	@echo '$(CURDIR) CUDA=$(CUDA)' > $@
 

@@ -19,6 +19,7 @@ the CPU alone.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import re
@@ -125,6 +126,7 @@ def find_python_headers() -> str:
     return include
 
 
+@functools.cache
 def find_torch() -> Path:
     """The folder of the torch that hcp will run with.
 
@@ -268,6 +270,13 @@ def is_for_cuda(source: str) -> bool:
     return source.endswith((".cu", "_cuda.cpp")) or Path(source).parent.name == "nccl"
 
 
+def longest_first(sources: Iterable[str]) -> list[str]:
+    """Files for CUDA compile for a minute, C++ with torch's headers for seconds: begun last, one of
+    them would leave the other cores idle."""
+    slowest = (".cu", ".cpp", ".c")
+    return sorted(sources, key=lambda source: slowest.index(Path(source).suffix))
+
+
 def environment_flags(variable: str) -> list[str]:
     return shlex.split(os.environ.get(variable, ""))
 
@@ -335,7 +344,9 @@ class BuildLibraries(build_ext):
         for output in objects.values():
             output.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as workers:
-            commands = [tools.compile_command(source, output) for source, output in objects.items()]
+            commands = [
+                tools.compile_command(source, objects[source]) for source in longest_first(objects)
+            ]
             list(workers.map(run, commands))
         for library in self.extensions:
             output = Path(self.get_ext_fullpath(library.name))

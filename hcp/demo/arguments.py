@@ -77,7 +77,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="type of what is computed; bfloat16: autocast over float32 weights",
     )
-    add_steps(group, train_iters=8)
+    add_steps(group, train_iters=6)
     group.add_argument(
         "--lr-warmup-iters",
         type=int,

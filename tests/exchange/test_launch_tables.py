@@ -18,7 +18,7 @@ import hcp
 from hcp import _core
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Launch, join
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, buffer_of
 from hcp.exchange.tables import Entry, Read, Schedule, ScheduleHeader, schedule_words
 
 
@@ -206,7 +206,7 @@ def test_any_spoiled_word_gives_launches_or_an_error() -> None:
         words = sound.clone()
         words[rng.randrange(len(words))] = rng.choice([-1, 0, 1, 5, 2**20, 2**55, -(2**55), 2**62])
         with contextlib.suppress(ValueError):
-            _core.launches(bytes(words.untyped_storage()), rng.random() < 0.5, 5)
+            _core.launches(buffer_of(words), rng.random() < 0.5, 5)
 
 
 def test_words_of_another_size_are_refused() -> None:

@@ -292,7 +292,7 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
         (["--memory", "no/such.json"], "memory is 'no/such.json', expected a file of `hcp"),
         (["--lr", "nan"], "lr is nan"),
-        (["--lr-warmup-iters", "16"], "lr_warmup_iters is 16, expected 0 to 7"),
+        (["--lr-warmup-iters", "16"], "lr_warmup_iters is 16, expected 0 to 5"),
         (["--seed", "4294967296"], "seed is 4294967296, expected 0 to 4294967295"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option (--help lists"),
         (["--ranks", "four"], "argument --ranks: invalid int value: 'four'"),

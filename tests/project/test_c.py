@@ -26,6 +26,7 @@ CUDA_VERSIONS = (12000, 12080, 13000)
 """CUDART_VERSION where a file's code differs."""
 FUZZ = "tests/fuzz/fuzz_plan.c"
 COMPILERS = ("gcc", "clang")
+EACH = ("gcc", pytest.param("clang", marks=pytest.mark.slow))
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 # NULL + 0, the address of nothing in a tensor without elements, is one that clang alone objects to:
 # C++ allows it, and so will C.
@@ -108,7 +109,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     return Libraries(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", EACH)
 @pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
 def test_c_test_passes_under_the_sanitizers(
     source: Path, compiler: str, libraries: Libraries, tmp_path: Path
@@ -121,7 +122,7 @@ def test_c_test_passes_under_the_sanitizers(
 
 
 @pytest.mark.parametrize("cuda", CUDA_VERSIONS)
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", EACH)
 @pytest.mark.parametrize("source", HOST_TESTS, ids=lambda path: path.stem)
 def test_what_a_file_for_cuda_does_on_the_host(
     source: Path, compiler: str, cuda: int, libraries: Libraries, tmp_path: Path
@@ -147,18 +148,20 @@ def fuzz_command(compiler: str, flags: list[str], objects: list[str], program: P
     return [*command, FUZZ, *objects, *LIBRARIES, "-o", str(program)]
 
 
-def test_no_request_of_today_breaks_a_plan_and_both_compilers_give_the_same_plans(
-    libraries: Libraries, tmp_path: Path
+@pytest.mark.parametrize(
+    "compilers", [("gcc",), pytest.param(COMPILERS, marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_no_request_of_today_breaks_a_plan_and_compilers_give_the_same_plans(
+    compilers: tuple[str, ...], libraries: Libraries, tmp_path: Path
 ) -> None:
     """A digest stands for all plans and all refusals; the seed is in it."""
+    need(*compilers)
     digests = {}
-    for compiler in COMPILERS:
-        if why_not(compiler) is None:
-            program = tmp_path / compiler
-            succeed(fuzz_command(compiler, SANITIZED, libraries.of(compiler), program))
-            digests[compiler] = succeed([str(program), "120", str(planning.seed())])
+    for compiler in compilers:
+        program = tmp_path / compiler
+        succeed(fuzz_command(compiler, SANITIZED, libraries.of(compiler), program))
+        digests[compiler] = succeed([str(program), "120", str(planning.seed())])
     assert len(set(digests.values())) == 1, digests
-    need(*COMPILERS)
 
 
 @pytest.mark.long

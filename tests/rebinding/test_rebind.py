@@ -728,6 +728,9 @@ def test_any_exception_in_the_body_restores(layouts, error):
     assert is_each(contents(model), before)
 
 
+PACKAGE = f"{Path(hcp.__file__).parent}/"
+
+
 class InterruptAt:
     """Raises KeyboardInterrupt before the k-th line of hcp that runs in the `with` block."""
 
@@ -742,7 +745,7 @@ class InterruptAt:
         sys.settrace(None)
 
     def trace(self, frame, event, argument):
-        if Path(hcp.__file__).parent not in Path(frame.f_code.co_filename).parents:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line":
             self.left -= 1
