@@ -86,7 +86,7 @@ setup-test: $(READY) $(WITH)demo $(WITH)test
 setup-trainer: setup-test $(WITH)transformers
 test: setup-test
 	$(RUN) $(if $(findstring tests/,$(ARGS)),,$(CORE) --part drawn) $(ARGS)
-test-rest: setup-test
+test-rest: setup-test $(WITH)bench
 	$(RUN) $(CORE) --part rest $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.

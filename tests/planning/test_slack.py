@@ -20,6 +20,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from studies import slack  # noqa: E402
 
+pytestmark = pytest.mark.slow  # a solver, which make test does without
+
 
 def planned(case: dict[str, Any], **more: Any) -> hcp.Plan:
     request = {key: case[key] for key in ("lengths", "ranks", "cost")}
