@@ -15,7 +15,7 @@ void hcp__lists_release(hcp__lists *lists) {
 }
 
 static int grow(hcp__list *list) {
-  int64_t capacity = list->capacity ? 2 * list->capacity : 16 * (int64_t)list->width;
+  int64_t capacity = list->capacity ? 4 * list->capacity : 16 * (int64_t)list->width;
   int64_t *words = realloc(list->words, (size_t)capacity * sizeof *words);
   if (words == NULL) return 0;
   list->words = words;
@@ -64,83 +64,169 @@ const int64_t *hcp__record(const hcp__lists *lists, int32_t section, int64_t i) 
 
 /* ---- order ---- */
 
-static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
-
-static int by_word_0(const void *a, const void *b) {
-  return compare(((const int64_t *)a)[0], ((const int64_t *)b)[0]);
+/* Where each of 256 values of a digit begins, among n records that have it in `word`. */
+static void find_begins(const int64_t *words, int64_t n, int32_t width, int64_t least,
+                        int32_t digit, int64_t begins[256]) {
+  int64_t at = 0;
+  memset(begins, 0, 256 * sizeof *begins);
+  for (int64_t i = 0; i < n; i++) begins[(uint64_t)(words[i * width] - least) >> digit & 255]++;
+  for (int32_t value = 0; value < 256; value++) {
+    int64_t here = begins[value];
+    begins[value] = at;
+    at += here;
+  }
 }
 
-static int by_word_1(const void *a, const void *b) {
-  return compare(((const int64_t *)a)[1], ((const int64_t *)b)[1]);
+/* Whether records ascend by their first words; else the least and the most of these. */
+static int ascends(const int64_t *words, int64_t n, int32_t width, int64_t *least, int64_t *most) {
+  int64_t descents = 0;
+  *least = *most = words[0];
+  for (int64_t i = 1; i < n; i++) {
+    descents += words[i * width] < words[(i - 1) * width];
+    *least = hcp__least(*least, words[i * width]);
+    *most = hcp__most(*most, words[i * width]);
+  }
+  return descents == 0;
 }
 
-static int by_row_and_part(const void *a, const void *b) {
-  const int64_t *left = a, *right = b;
-  int order = compare(left[0], right[0]);
-  if (order == 0) order = compare(left[2], right[2]);
-  return order ? order : compare(left[3], right[3]);
-}
-
-static void sort(hcp__list *list, int (*order)(const void *, const void *)) {
-  size_t bytes = (size_t)list->width * sizeof *list->words;
-  if (list->count > 0) qsort(list->words, (size_t)(list->count / list->width), bytes, order);
+/* Sorts n records of so many words by one of them, digit by digit: equal ones keep their order.
+ * `room` is for as many words. Returns where the records are: in `words` or in `room`. Is inlined
+ * where the width is known, which makes it twice as fast. */
+static inline int64_t *sort_records(int64_t *words, int64_t n, int32_t width, int32_t word,
+                                    int64_t *room) {
+  int64_t least, most, begins[256];
+  if (n == 0 || ascends(words + word, n, width, &least, &most)) return words;
+  uint64_t range = (uint64_t)(most - least);
+  for (int32_t digit = 0; digit < 64 && range >> digit > 0; digit += 8) {
+    find_begins(words + word, n, width, least, digit, begins);
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t *record = words + i * width;
+      int64_t to = begins[(uint64_t)(record[word] - least) >> digit & 255]++;
+      memcpy(room + to * width, record, (size_t)width * sizeof *record);
+    }
+    int64_t *sorted = room;
+    room = words;
+    words = sorted;
+  }
+  return words;
 }
 
 void hcp__sort_by(hcp__lists *lists, int32_t section, int32_t word) {
-  sort(&lists->list[section], word == 0 ? by_word_0 : by_word_1);
+  hcp__list *list = &lists->list[section];
+  if (lists->failed || list->count == 0) return;
+  int64_t *room = malloc((size_t)list->capacity * sizeof *room);
+  if (room == NULL) {
+    lists->failed = 1;
+    return;
+  }
+  int64_t *sorted = sort_records(list->words, list->count / list->width, list->width, word, room);
+  free(sorted == room ? list->words : room);
+  list->words = sorted;
+}
+
+static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
+
+/* Of (row, rows, part, part_row) records. */
+static int by_part(const void *a, const void *b) {
+  const int64_t *left = a, *right = b;
+  int order = compare(left[2], right[2]);
+  return order ? order : compare(left[3], right[3]);
 }
 
 /* ---- runs ---- */
 
-/* Where any record begins or ends, ascending, each once. Returns NULL when out
- * of memory. */
-static int64_t *cuts_of(const hcp__list *list, int64_t *n) {
-  int64_t records = list->count / 4, kept = 0;
-  int64_t *cuts = malloc((size_t)(2 * records + 1) * sizeof *cuts);
-  if (cuts == NULL) return NULL;
+/* Where records begin and end, as (row, which record begins there; -1: one ends). An end is left
+ * out where the next record begins. Returns their number. */
+static int64_t find_edges(const hcp__list *raw, int64_t *edges) {
+  int64_t n = 0, records = raw->count / 4;
   for (int64_t i = 0; i < records; i++) {
-    cuts[2 * i] = list->words[4 * i];
-    cuts[2 * i + 1] = list->words[4 * i] + list->words[4 * i + 1];
+    const int64_t *x = raw->words + 4 * i;
+    edges[n++] = x[0];
+    edges[n++] = i;
+    if (i + 1 < records && x[4] == x[0] + x[1]) continue;
+    edges[n++] = x[0] + x[1];
+    edges[n++] = -1;
   }
-  qsort(cuts, (size_t)(2 * records), sizeof *cuts, by_word_0);
-  for (int64_t i = 0; i < 2 * records; i++)
-    if (kept == 0 || cuts[kept - 1] != cuts[i]) cuts[kept++] = cuts[i];
-  *n = kept;
-  return cuts;
+  return n / 2;
 }
 
-/* The first cut after row. There is one: every record ends at a cut. */
-static int64_t cut_after(const int64_t *cuts, int64_t n, int64_t row) {
-  int64_t low = 0, high = n - 1;
-  while (low < high) {
-    int64_t middle = low + (high - low) / 2;
-    if (cuts[middle] > row)
-      high = middle;
-    else
-      low = middle + 1;
+/* The rows of sorted edges, each once, and the cut at which each record begins. Returns how many
+ * cuts there are. */
+static int64_t find_cuts(const int64_t *edges, int64_t n, int64_t *cuts, int64_t *firsts) {
+  int64_t found = 0;
+  for (const int64_t *edge = edges; edge < edges + 2 * n; edge += 2) {
+    if (found == 0 || cuts[found - 1] != edge[0]) cuts[found++] = edge[0];
+    if (edge[1] >= 0) firsts[edge[1]] = found - 1;
   }
-  return low;
+  return found;
+}
+
+/* Finds where the parts of the rows from each cut up to the next one begin among all parts. Returns
+ * how many parts there are. */
+static int64_t count_parts(const hcp__list *raw, const int64_t *cuts, int64_t n,
+                           const int64_t *firsts, int64_t *begins) {
+  int64_t parts = 0;
+  memset(begins, 0, (size_t)n * sizeof *begins);
+  for (const int64_t *x = raw->words; x < raw->words + raw->count; x += 4)
+    for (int64_t c = *firsts++; cuts[c] < x[0] + x[1]; c++) begins[c]++;
+  for (int64_t c = 0; c < n; c++) {
+    int64_t here = begins[c];
+    begins[c] = parts;
+    parts += here;
+  }
+  return parts;
+}
+
+/* Lays out the parts of all records by their cut, those of one cut in the records' order. Then
+ * begins[c] is where those of cut c end. */
+static void lay_out_parts(const hcp__list *raw, const int64_t *cuts, const int64_t *firsts,
+                          int64_t *begins, int64_t *parts) {
+  for (const int64_t *x = raw->words; x < raw->words + raw->count; x += 4)
+    for (int64_t c = *firsts++; cuts[c] < x[0] + x[1]; c++) {
+      int64_t *part = parts + 4 * begins[c]++;
+      part[0] = cuts[c];
+      part[1] = cuts[c + 1] - cuts[c];
+      part[2] = x[2];
+      part[3] = x[3] + cuts[c] - x[0];
+    }
+}
+
+/* Sorts n parts of the same rows. Records come by their parts, so that these nearly always ascend.
+ */
+static void sort_parts(int64_t *parts, int64_t n) {
+  int64_t i = 1;
+  while (i < n && by_part(parts + 4 * i - 4, parts + 4 * i) <= 0) i++;
+  if (i < n) qsort(parts, (size_t)n, 4 * sizeof *parts, by_part);
+}
+
+/* Makes the runs of at least two records. `room` is for nine words of each. Returns whether there
+ * was memory. */
+static int align(const hcp__list *raw, int64_t *room, hcp__list *runs) {
+  int64_t records = raw->count / 4, *edges = room, *firsts = room + 8 * records;
+  int64_t edge_count = find_edges(raw, edges);
+  int64_t *sorted = sort_records(edges, edge_count, 2, 0, edges + 4 * records);
+  int64_t *cuts = sorted == edges ? edges + 4 * records : edges, *begins = cuts + 2 * records;
+  int64_t n = find_cuts(sorted, edge_count, cuts, firsts);
+  runs->count = runs->capacity = 4 * count_parts(raw, cuts, n, firsts, begins);
+  runs->words = malloc((size_t)(runs->count + 1) * sizeof *runs->words);
+  if (runs->words == NULL) return 0;
+  lay_out_parts(raw, cuts, firsts, begins, runs->words);
+  for (int64_t c = 0, first = 0; c < n; first = begins[c++])
+    sort_parts(runs->words + 4 * first, begins[c] - first);
+  return 1;
 }
 
 void hcp__align_runs(hcp__lists *lists, int32_t section) {
-  hcp__list raw = lists->list[section];
-  int64_t n = 0, *cuts = NULL;
-  if (lists->failed || raw.count <= raw.width) return; /* one record is its own run */
-  cuts = cuts_of(&raw, &n);
-  if (cuts == NULL) {
+  hcp__list *list = &lists->list[section], runs = {.width = list->width};
+  if (lists->failed || list->count <= list->width) return; /* one record is its own run */
+  int64_t *room = malloc((size_t)(9 * list->count / 4) * sizeof *room);
+  if (room != NULL && align(list, room, &runs)) {
+    free(list->words);
+    *list = runs;
+  } else {
     lists->failed = 1;
-    return;
   }
-  lists->list[section] = (hcp__list){.width = raw.width};
-  for (const int64_t *record = raw.words; record < raw.words + raw.count; record += 4) {
-    int64_t end = record[0] + record[1], row = record[0];
-    for (int64_t c = cut_after(cuts, n, row); row < end; row = cuts[c++])
-      hcp__append(lists, section,
-                  (const int64_t[]){row, cuts[c] - row, record[2], record[3] + row - record[0]});
-  }
-  sort(&lists->list[section], by_row_and_part);
-  free(cuts);
-  free(raw.words);
+  free(room);
 }
 
 void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t keys,

@@ -48,7 +48,10 @@ int64_t hcp__rows_up_to(const hcp__view *v, int32_t s, int32_t k, int64_t end) {
 }
 
 int64_t hcp__rows_of(const hcp__view *v, int32_t s, int32_t k) {
-  return hcp__rows_up_to(v, s, k, v->sequences[s].length);
+  if (v->sequences[s].cut != NULL) return hcp__rows_up_to(v, s, k, v->sequences[s].length);
+  const int64_t *front = v->sequences[s].starts + k;
+  const int64_t *back_end = v->sequences[s].starts + chunks_of(v) - k;
+  return front[1] - front[0] + back_end[0] - back_end[-1];
 }
 
 /* ---- slices under the layer's limits ---- */
