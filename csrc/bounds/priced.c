@@ -29,31 +29,31 @@
 #include "../core/plan/plan.h"
 
 enum {
-  PAIRS = 1 << 17, /* kinds, or ranks, times degrees up to which there is a search */
-  TIME_BITS = 34,  /* of the bound, */
-  AREA_BITS = 46,  /* of all rank-time, at least, */
-  ALL_BITS = 56,   /* and at most */
-  RATE_BITS = 61,  /* and of a price per time or row */
-  ONE = 1 << 16,   /* a share of 1, and a price that is the rank-time */
-  KNOTS = 33,      /* between them, the price of rank-time is linear */
-  FINE = 64,       /* steps between two knots */
+  PAIRS = 1 << 17, /* kinds times degrees, and ranks times degrees, of a search, at most */
+  TIME_BITS = 34,  /* bits of the scaled bound, at most */
+  AREA_BITS = 46,  /* bits to which the rank-time of all sequences is shifted up */
+  ALL_BITS = 56,   /* bits of the rank-time of all sequences, at most: more are not searched */
+  RATE_BITS = 61,  /* bits of a price per time or per row, at most */
+  ONE = 1 << 16,   /* fixed point: the share 1, and a price that equals the rank-time */
+  KNOTS = 33,      /* knots of the price per rank-time, which is linear between two of them */
+  FINE = 64,       /* positions between two knots */
   POSITIONS = (KNOTS - 1) * FINE,
-  EDGES = 16,      /* heights are first looked at so far apart, in parts of a height, */
-  HEIGHTS = 512,   /* so many at most, */
-  SPLITS = 160,    /* and so many more where V / h decides, */
-  THIN = 48,       /* those of sequences, */
-  DECIDING = 32,   /* of which so many are looked at from then on */
-  TURNS = 5,       /* of steps and a proof */
-  STEPS = 16,      /* of prices, in a turn */
-  DEAREST = 4,     /* price of rank-time */
-  PARTS = 4,       /* a step looks at one height in so many */
-  TAKEN = 1 << 20, /* leaders times ranks in a knapsack */
-  ROWS = 2048,     /* micro-batches that are known, */
-  PIVOTS = 5000,   /* and what their linear program may take */
-  BISECTIONS = 6   /* of the price of a rank */
+  EDGES = 16,      /* the first proof looks at heights 1 / EDGES of a height apart */
+  HEIGHTS = 512,   /* heights of the first proof, at most, and of the first steps */
+  SPLITS = 160,    /* heights that a proof adds where V / h decides, at most */
+  THIN = 48,       /* heights of sequences are kept 1 / THIN of a height apart */
+  DECIDING = 32,   /* heights that a proof adds to those of later steps, at most */
+  TURNS = 5,       /* turns for each unit of effort: a turn is STEPS steps and a proof */
+  STEPS = 16,      /* steps of prices in a turn */
+  DEAREST = 4,     /* highest price of a unit of rank-time */
+  PARTS = 4,       /* a step looks at one of PARTS heights */
+  TAKEN = 1 << 20, /* leaders times ranks of a knapsack, at most */
+  ROWS = 2048,     /* micro-batches of the linear program, at most */
+  PIVOTS = 5000,   /* pivots of the linear program, at most */
+  BISECTIONS = 6   /* the price of a rank is bisected to 1 / 2^BISECTIONS of itself */
 };
 
-/* The weight of a step's prices in their mean. */
+/* The weight of a step's prices in their mean: a share of 1. */
 #define PULL 0.3
 
 #define NEVER (INT64_MAX / 4)

@@ -267,8 +267,10 @@ static void local_entries(builder *b, int32_t s, int64_t row, int64_t rows) {
   int32_t n = hcp__pieces_of(&b->view, s, b->view.j, own, &pieces);
   int64_t key_row = row;
   clear_keys(b);
-  for (int32_t p = 0; p < n; key_row += pieces[p++].rows)
+  for (int32_t p = 0; p < n; p++) {
     append_keys(b, pieces[p].start, pieces[p].rows, key_row);
+    key_row += pieces[p].rows;
+  }
   append_entries(b, s, row);
 }
 

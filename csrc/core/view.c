@@ -278,10 +278,11 @@ static void add_tokens(hcp__view *v, int32_t s, int32_t owner, int32_t reader, h
   for (int64_t i = 0; i < count; i++) {
     while (p < n && pieces[p].start + pieces[p].rows <= needs[i][0]) row += pieces[p++].rows;
     int64_t at = row;
-    for (int32_t q = p; q < n && pieces[q].start < needs[i][1]; at += pieces[q++].rows) {
+    for (int32_t q = p; q < n && pieces[q].start < needs[i][1]; q++) {
       int64_t begin = hcp__most(needs[i][0], pieces[q].start);
       int64_t end = hcp__least(needs[i][1], pieces[q].start + pieces[q].rows);
       add(v, seen, begin, end - begin, owner, at + begin - pieces[q].start);
+      at += pieces[q].rows;
     }
   }
 }

@@ -241,10 +241,15 @@ static hcp_plan *plan_from(const request *r, const int32_t *batches, Py_ssize_t 
     PyErr_NoMemory();
     goto done;
   }
-  for (Py_ssize_t m = 0; m < batch_count; first_group += batches[m++])
+  for (Py_ssize_t m = 0; m < batch_count; m++) {
     batch[m] = (hcp_micro_batch){first_group, batches[m]};
-  for (Py_ssize_t g = 0; g < group_count; first_sequence += groups[3 * g++ + 2])
-    group[g] = (hcp_group){groups[3 * g], groups[3 * g + 1], first_sequence, groups[3 * g + 2]};
+    first_group += batches[m];
+  }
+  for (Py_ssize_t g = 0; g < group_count; g++) {
+    const int32_t *given = &groups[3 * g];
+    group[g] = (hcp_group){given[0], given[1], first_sequence, given[2]};
+    first_sequence += given[2];
+  }
   HCP_PY_WITHOUT_GIL(NULL, status,
                      hcp_plan_create_from(r->lengths, (int32_t)r->n, &r->limits, &r->cost, batch,
                                           (int32_t)batch_count, group, (int32_t)group_count,

@@ -227,9 +227,11 @@ static int64_t tallest(lockstep *l, int64_t bottom, int64_t top, int64_t below) 
 
 static void make_bundles(lockstep *l) {
   int64_t left = waves_needed(l->p);
-  for (l->bundle_count = 0; left > 0; left -= l->bundles[l->bundle_count++]) {
+  for (l->bundle_count = 0; left > 0; l->bundle_count++) {
     int32_t open = BUNDLES - l->bundle_count;
-    l->bundles[l->bundle_count] = l->bundle_count < SINGLE ? 1 : (left + open - 1) / open;
+    int64_t waves = l->bundle_count < SINGLE ? 1 : (left + open - 1) / open;
+    l->bundles[l->bundle_count] = waves;
+    left -= waves;
   }
 }
 

@@ -103,8 +103,9 @@ typedef struct hcp_cost {
   int64_t tile;           /* rows that a chunk is rounded up to; 0: none */
   int64_t overlap;        /* 1: exchange hides behind attention, as in a ring */
   const hcp_times *times; /* NULL, or a cost table, which replaces all but launch */
-  const int64_t *pairs; /* NULL, or the pairs of each sequence, >= 0, in place of those of the */
-  /* window; no cost table then. Only in calls that take sequences */
+  /* NULL, or the pairs of each sequence, >= 0, in place of those of the window. There is no cost
+   * table then, and only calls that take sequences read it. */
+  const int64_t *pairs;
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
@@ -1049,10 +1050,12 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
 
 /* How a kernel of attention takes entries of a schedule. */
 typedef struct hcp_kernel {
-  int32_t packs;   /* 0: one entry a launch; 1: as many as ascend without overlap, in queries and
-                      in keys, and have one window */
-  int64_t waiting; /* most stages whose outputs wait for the last one: with more, they go into a
-                      total, those of HCP_LAUNCHES_TOGETHER stages at a time */
+  /* 0: a launch has one entry. 1: it has as many as ascend without overlap, in queries and in
+   * keys, and have one window. */
+  int32_t packs;
+  /* The most stages whose outputs wait for the last one. With more stages, the outputs go into a
+   * total, those of HCP_LAUNCHES_TOGETHER stages at a time. */
+  int64_t waiting;
 } hcp_kernel;
 
 enum { HCP_LAUNCHES_TOGETHER = 3 };
