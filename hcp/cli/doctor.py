@@ -290,7 +290,7 @@ def of_backend(part: str, name: str) -> Finding:
 
 
 def of_auto(part: str) -> Iterator[Finding]:
-    """What it chooses between on each kind of GPU that is here."""
+    """The families that "auto" chooses between, on each kind of GPU that is here."""
     from hcp.attention.kernels.auto import explained
     from hcp.attention.kernels.present import dotted, survey
 
@@ -310,22 +310,23 @@ def of_auto(part: str) -> Iterator[Finding]:
             yield Finding(part, f"auto on {dotted(capability)}", line)
 
 
-BRINGS = {
-    "flash_attn_4": "which is the fastest for long sequences",
-    "cudnn": "which is the fastest for sequences of some hundred tokens",
-    "flash_attn": "which has torch's kernels with soft-capping",
+ADVICE = {
+    "flash_attn_4": "install flash-attn-4: it is the fastest for long sequences",
+    "cudnn": (
+        "install nvidia-cudnn-frontend: it is the fastest for sequences of some hundred tokens"
+    ),
+    "flash_attn": "install flash-attn: it has torch's kernels with soft-capping",
 }
-"""What the package of a family brings to "auto"."""
+"""The line for each family that "auto" would choose if its package were installed."""
 
 
 def advice(capability: tuple[int, int], found: Sequence[Found]) -> list[str]:
-    """The packages to install, with what they bring on a GPU of this compute capability. That of
-    soft-capping only where no other brings it."""
+    """The packages to install for a GPU of this compute capability. That of soft-capping is named
+    only where no other one caps scores."""
     from hcp.attention.kernels import FAMILIES
 
     missing = {each.family for each in found if each.lacks is not None}
-    running = [name for name in BRINGS if FAMILIES[name].runs_on(capability)]
-    lines = {name: f"install {FAMILIES[name].package}, {BRINGS[name]}" for name in running}
+    lines = {name: ADVICE[name] for name in ADVICE if FAMILIES[name].runs_on(capability)}
     if len(lines) > 1:
         del lines["flash_attn"]
     return [line for name, line in lines.items() if name in missing]

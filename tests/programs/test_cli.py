@@ -642,26 +642,26 @@ CHOICE = {
         "on compute capability 8.0: torch. Not used: cudnn: it needs compute capability 9.0; "
         "flash_attn: flash-attn is not installed; flash_attn_4: it needs compute capability 9.0; "
         "flash_attn_3: it needs compute capability 9.0",
-        "install flash-attn, which has torch's kernels with soft-capping",
+        "install flash-attn: it has torch's kernels with soft-capping",
     ],
     "9.0": [
         "on compute capability 9.0: torch. Not used: cudnn: nvidia-cudnn-frontend is not "
         "installed; flash_attn: flash-attn is not installed; flash_attn_4: flash-attn-4 is not "
         "installed; flash_attn_3: flash-attn-3 is not installed",
-        "install flash-attn-4, which is the fastest for long sequences",
-        "install nvidia-cudnn-frontend, which is the fastest for sequences of some hundred tokens",
+        "install flash-attn-4: it is the fastest for long sequences",
+        "install nvidia-cudnn-frontend: it is the fastest for sequences of some hundred tokens",
     ],
     "9.0 9.0, flash-attn-4": [
         "on compute capability 9.0: torch, flash_attn_4 (flash-attn-4 4.0). Not used: cudnn: "
         "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
         "flash_attn_3: flash-attn-3 is not installed",
-        "install nvidia-cudnn-frontend, which is the fastest for sequences of some hundred tokens",
+        "install nvidia-cudnn-frontend: it is the fastest for sequences of some hundred tokens",
     ],
     "12.0": [
         "on compute capability 12.0: torch. Not used: cudnn: it has kernels up to compute "
         "capability 10.x; flash_attn: flash-attn is not installed; flash_attn_4: flash-attn-4 is "
         "not installed; flash_attn_3: it has kernels up to compute capability 9.x",
-        "install flash-attn-4, which is the fastest for long sequences",
+        "install flash-attn-4: it is the fastest for long sequences",
     ],
     "[N/A]": ["it goes by the GPU, which the driver does not name"],
 }

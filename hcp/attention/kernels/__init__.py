@@ -66,9 +66,9 @@ class Launch:
     def _begin(self, queries: _Rows, keys: _Rows, window: tuple[int, int]) -> None:
         self.queries, self.keys, self.window = queries, keys, window
         self.chosen: dict[tuple[object, ...], Any] = {}
-        """What computes it, by call, where a kernel chooses between others: see ``auto``."""
+        """The kernel that computes it, by call, where one chooses between others: see ``auto``."""
         self.kept: dict[str, Any] = {}
-        """What a kernel made of it for the calls of all layers, under the kernel's name."""
+        """Values that a kernel made of it for the calls of all layers, under the kernel's name."""
         self._bounds: tuple[Tensor, Tensor] | None = None
 
     @cached_property
@@ -274,11 +274,11 @@ class KernelFamily(NamedTuple):
     capability: tuple[int, int] = 0, 0
     """The least compute capability of a GPU that it runs on. (0, 0): it runs on any device."""
     reason: str = ""
-    """Why it needs this capability, as part of the error."""
+    """Why it needs this capability: a sentence."""
     newest: int | None = None
     """The newest major compute capability that it has kernels for. None: for those to come too."""
     install: str = ""
-    """How to install the package."""
+    """The command that installs the package, or a sentence that says how to."""
     module: str | None = None
     """The module that is there whatever the package is called: builds from source have had other
     names. None: the package has one name."""
@@ -330,7 +330,7 @@ FAMILIES: dict[str, KernelFamily] = {
         _module("hcp.attention.kernels.cudnn"),
         "nvidia-cudnn-frontend",
         (9, 0),
-        ", since its backward takes no packed log-sum-exp below",
+        "Below, its backward takes no packed log-sum-exp.",
         newest=10,
         install="python -m pip install nvidia-cudnn-frontend",
     ),
@@ -345,7 +345,7 @@ FAMILIES: dict[str, KernelFamily] = {
         _module("hcp.attention.kernels.flash_attn_4"),
         "flash-attn-4",
         (9, 0),
-        ", since its backward has no kernel below",
+        "Below, its backward has no kernel.",
         install=f"python -m pip install flash-attn-4=={FLASH_ATTN_4}",
     ),
     "flash_attn_3": KernelFamily(
@@ -353,7 +353,7 @@ FAMILIES: dict[str, KernelFamily] = {
         "flash-attn-3",
         (9, 0),
         newest=9,
-        install="build the folder hopper of FlashAttention's repository, no index has it",
+        install="build it from the folder hopper of FlashAttention's repository; no index has it",
         module="flash_attn_interface",
     ),
 }
@@ -383,10 +383,11 @@ def _check_device(name: str, family: KernelFamily, device: torch.device) -> None
     capability = torch.cuda.get_device_capability(device)
     if capability < family.capability:
         found, least = (".".join(map(str, pair)) for pair in (capability, family.capability))
-        raise ValueError(
+        message = (
             f"the backend {name!r} is asked for compute capability {found}, expected {least} or "
-            f"higher{family.reason}: use 'torch' there"
+            f"higher: use 'torch' there. {family.reason}"
         )
+        raise ValueError(message.rstrip())
     if family.newest is not None and capability[0] > family.newest:
         found = ".".join(map(str, capability))
         raise ValueError(
