@@ -22,7 +22,7 @@ Degrees = Literal["any", "pow2"]
 """Which degrees a plan may give."""
 
 DerivedKind = Literal["size", "rank", "ranks", "flag"]
-"""What a name that ``hcp.rebinding.derived.register_derived`` adds holds."""
+"""The kinds of values under names that ``hcp.rebinding.derived.register_derived`` adds."""
 
 GradReduce = Literal["sum", "mean"]
 """How a trainer reduces gradients."""
@@ -56,4 +56,4 @@ SyncOption = Literal["auto", "step", "micro_batch"]
 """``Sync``, or what the trainer's model does."""
 
 TransportName = Literal["auto", "torch", "nccl", "peer", "mixed"]
-"""What carries rows between ranks."""
+"""The ways to carry rows between ranks."""

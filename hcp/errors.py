@@ -30,7 +30,7 @@ Code = Literal[
     "samples-missed",
     "swap-refused",
 ]
-"""What can be wrong. docs/guides/troubleshooting.md has an entry for each."""
+"""The names of all errors. docs/guides/troubleshooting.md has an entry for each."""
 
 
 class HcpError(RuntimeError):

@@ -31,7 +31,7 @@ SECTIONS = tuple(name for name, _ in _core.FIXED_SECTIONS)
 
 
 class Capacity(NamedTuple):
-    """What tables have room for."""
+    """The most that tables have room for."""
 
     rows: int
     """Rows of a rank, C."""

@@ -180,7 +180,7 @@ def check_expanded(expanded: Any, rows: Tensor, query: Tensor) -> tuple[Tensor, 
 
 
 def _shown(expanded: Any) -> str:
-    """What a function returned, in words."""
+    """Describe what a function returned."""
     if isinstance(expanded, Tensor):
         return f"a tensor of shape {tuple(expanded.shape)}"
     if isinstance(expanded, (tuple, list)):

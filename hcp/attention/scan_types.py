@@ -26,7 +26,7 @@ _log = logging.getLogger("hcp")
 
 
 class ScanSizes(NamedTuple):
-    """What a recurrent layer would exchange in its forward."""
+    """The bytes that a recurrent layer would exchange in its forward."""
 
     heads: int
     row_bytes: int

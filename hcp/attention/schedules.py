@@ -22,7 +22,7 @@ _CAUSAL, _FULL = (-1, 0), (-1, -1)
 
 
 class Limits(NamedTuple):
-    """What a layer's queries see."""
+    """The keys that a layer's queries see."""
 
     left: int
     right: int

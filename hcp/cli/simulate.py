@@ -496,14 +496,14 @@ def verdict(results: Mapping[str, Result], degree: int) -> str:
 
 
 class Simulation(NamedTuple):
-    """What a run of the model gave."""
+    """The results of a run of the model."""
 
     results: dict[str, Result]
     """By contestant."""
     degree: int
-    """Of static CP."""
+    """The degree of static CP."""
     plans: list[dict[str, Plan]]
-    """Of each batch, by contestant."""
+    """The plans of each batch, by contestant."""
     words: str
     """The setting."""
     unit: float
@@ -516,7 +516,7 @@ class Simulation(NamedTuple):
         return timeline_svg(plans, unit=self.unit, width=900, height=240)
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows."""
+        """The picture, which a notebook shows."""
         return self.picture()
 
     @property

@@ -19,7 +19,8 @@ from types import FrameType
 from torch import nn
 
 _FORWARD = nn.Module._call_impl.__code__
-"""What runs a module's forward. Its frame holds the module, and no tensor that others let go."""
+"""The function that runs a module's forward. Its frame holds the module, and no tensor that others
+let go."""
 
 _WRAPPED = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names by which wrappers (DDP, FSDP, compiled, checkpointed modules) hold what they wrap."""

@@ -73,11 +73,11 @@ def rank_in_messages(transport: Transport) -> int:
 
 NO_COUNT = math.nan
 _HEAD = struct.Struct("<qd16s")
-"""What comes before the message in a block: its length, a count, and a digest of the message."""
+"""The head of a block, before the message: its length, a count, and a digest of the message."""
 
 
 class Gathered(NamedTuple):
-    """What all ranks say. Nothing here takes Python's time for each rank."""
+    """The messages of all ranks. Nothing here takes Python's time for each rank."""
 
     different: list[bytes]
     """The messages, this rank's first, each at least once."""

@@ -28,7 +28,7 @@ from hcp.exchange.transport import row_bytes_of, rows_of
 _TABLES = 4096
 _ALIGNMENT = 4096
 _WORDS = torch.float64, torch.float32
-"""What rows are copied as. A sum of one part keeps their bits, whatever they are."""
+"""The dtypes as which rows are copied. A sum of one part keeps their bits, whatever they are."""
 
 
 def takes(buffer: Tensor) -> bool:

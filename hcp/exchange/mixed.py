@@ -104,8 +104,9 @@ class MixedTransport(NcclTransport):
 
     name = "mixed"
     grace = 2.0
-    """What waits inside the node has the same limit, and names the rank that did not come. Behind
-    it, an exchange between nodes is late through no fault of its peers."""
+    """Seconds that an exchange between nodes waits beyond the timeout. A wait inside the node has
+    the timeout itself, and names the rank that did not come. Behind it, an exchange between nodes
+    is late through no fault of its peers."""
 
     _near: NodeMemory | None = None
     """None where a rank is alone in its node."""

@@ -74,7 +74,7 @@ class Split:
         return Route(self._core.route_to_tokens(layout.micro_batch, layout.rank))
 
     def of_rank(self, layout: Layout) -> RankRows:
-        """What a rank has in a micro-batch."""
+        """The rows of the payload that a rank has in a micro-batch."""
         words = self._core.measure(layout.micro_batch, layout.rank, self._of_units)
         return RankRows(tensor_of(words, torch.int64))
 

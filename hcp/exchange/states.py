@@ -124,14 +124,14 @@ Parts = tuple[Tensor, ...]
 
 
 class Rule(NamedTuple):
-    """What maps of spans do."""
+    """The functions by which maps of spans are combined and applied."""
 
     combine: Callable[[Parts, Parts], Parts]
-    """Of maps and the maps that follow them: the maps of both. Associative."""
+    """Takes maps and the maps that follow them, gives the maps of both. Associative."""
     apply: Callable[[Parts, Parts], Parts]
-    """Of maps and states that enter: the states after."""
+    """Takes maps and the states that enter, gives the states after."""
     start: Callable[[Parts], Parts]
-    """Of maps: the states after them at the start of a document."""
+    """Takes maps, gives the states after them at the start of a document."""
     initial: Parts
     """One state, that of the start of a document: (1, ...)."""
 

@@ -45,7 +45,7 @@ class Sections:
 
     SECTIONS: Sequence[tuple[str, int]]
     PLACES: Mapping[str, tuple[int, int]]
-    """Of each section, by name, its number and the words of a record."""
+    """The number of each section, by name, and the words of a record of it."""
     HEADER_WORDS = 2
 
     def __init__(self, words: Tensor) -> None:
@@ -155,7 +155,7 @@ class Relay(NamedTuple):
     in this one, or summed gradients to their owners in other nodes."""
 
     table: Tensor
-    """Of keys: (row, rows) of the received rows. Of gradients: runs, whose parts are the received
+    """For keys: (row, rows) of the received rows. For gradients: runs, whose parts are the received
     and the sent rows."""
     sends: list[Move]
     receives: list[Move]
@@ -193,12 +193,12 @@ class Stage(NamedTuple):
 
     @property
     def sends_of_all(self) -> list[Move]:
-        """What is sent, relayed rows too."""
+        """All rows that are sent, relayed ones too."""
         return self.sends if self.relay is None else [*self.sends, *self.relay.sends]
 
     @property
     def receives_of_all(self) -> list[Move]:
-        """What is received, relayed rows too."""
+        """All rows that are received, relayed ones too."""
         return self.receives if self.relay is None else [*self.receives, *self.relay.receives]
 
 
@@ -244,7 +244,7 @@ _NO_LIMIT = 2**40
 
 
 class ScheduleHeader(NamedTuple):
-    """What a schedule says of itself: ``hcp_schedule_header``."""
+    """The header of a schedule's words: ``hcp_schedule_header``."""
 
     serial: int
     """A number that names it in this process."""

@@ -1,4 +1,4 @@
-"""What plans that are made ahead need of a domain: a group and a thread that nobody else uses."""
+"""The group and the thread of a domain for plans that are made ahead. Nobody else uses them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ SEAMS = (
     "accelerate.scheduler:AcceleratedScheduler(scheduler, step_with_optimizer, split_batches)",
     "accelerate:ParallelismConfig(cp_size, tp_size, sp_size)",
 )
-"""What this calls or reads."""
+"""The parts of Accelerate that this calls or reads."""
 
 require(
     "accelerate",

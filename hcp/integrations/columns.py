@@ -131,7 +131,7 @@ _OF_SHAPES = {
     POSITIONS: ", the place of each token in its document: those of several axes belong to the "
     "tokens of images (image_sample makes them). Give the row that counts tokens, or seq_lengths",
 }
-"""What to do about the shape of a column."""
+"""The advice for a column of a wrong shape: the end of the error."""
 
 
 def _row(name: str, given: Any) -> Tensor:

@@ -40,7 +40,7 @@ SEAMS = (
     "lightning.pytorch.strategies:DDPStrategy.training_step",
     "lightning.pytorch.strategies:DDPStrategy.backward(closure_loss)",
 )
-"""What this derives from or overrides."""
+"""The parts of Lightning that this derives from or overrides."""
 
 require(
     "lightning",

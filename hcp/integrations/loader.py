@@ -419,7 +419,7 @@ class DynamicCPDataLoader:
         return {**place, "first_sample": self._first, **self._made_of(self._epoch)}
 
     def _made_of(self, epoch: int) -> dict[str, int | str]:
-        """What decides the batches of an epoch; what explains most comes last."""
+        """The values that decide the batches of an epoch. Those that explain most come last."""
         batches, stream = self.batch_sampler, is_stream(self.dataset)
         return {
             "order": batches.digest(epoch),

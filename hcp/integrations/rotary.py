@@ -69,7 +69,8 @@ _T = TypeVar("_T")
 def once(
     of: ContextParallelHandler | Tensor, key: Hashable, holds: object, make: Callable[[], _T]
 ) -> _T:
-    """What ``make`` gives, made for the first layer of a micro-batch and kept for the others.
+    """Return what ``make`` gives. It is made for the first layer of a micro-batch and kept for the
+    others.
 
     ``of``: the micro-batch's handler, or the positions that all its layers get. ``key``: all else
     that it depends on. ``holds``: an object that must live as long as the key means it: one whose

@@ -194,7 +194,7 @@ class PlanAhead(Generic[Batch, Planned]):
         """The error that ended the batches. It is raised after those that wait."""
         self._ended = False
         self.time = PlanningTime(0.0, 0.0)
-        """Of the batch that was taken last."""
+        """The planning time of the batch that was taken last."""
 
     def __iter__(self) -> Iterator[tuple[Batch, Planned]]:
         return self

@@ -579,7 +579,7 @@ def _runs_of(length: int, positions: Any) -> tuple[tuple[int, int], ...] | None:
 Masks = dict[str, tuple[Mask, ...]]
 """Masks of all sequences of a plan, by name, the default first."""
 MasksLike = Sequence[Mask | None] | Mapping[str, Sequence[Mask | None]]
-"""What users give: None is a causal mask, and masks without a name are all layers'."""
+"""Masks as users give them: None is a causal mask, and masks without a name are all layers'."""
 
 MasksFor = Callable[[Sequence[int]], MasksLike | None]
 """Gives the masks of sequences of these lengths; None: they need none."""

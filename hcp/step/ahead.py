@@ -21,7 +21,7 @@ Share = TypeVar("Share")
 
 
 class Read(Generic[Item]):
-    """What a rank has read of a batch, and what kept it from reading more.
+    """The part of a batch that a rank has read, and the error that kept it from reading more.
 
     Iterates over the items, then raises the error: where ranks exchange what they have, so that
     all of them learn of it at the step that it belongs to.

@@ -1,5 +1,5 @@
-"""What ranks announce of a step before any row moves, compared in time that grows little with their
-number: most of them say the same."""
+"""The announcements of ranks before any row of a step moves. Comparing them takes a time that grows
+little with their number: most of them say the same."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Announcements:
         self._different: list[dict[str, Any]] = [json.loads(said) for said in gathered.different]
         counts = gathered.counts[~gathered.counts.isnan()].tolist()
         self.loss_tokens = float(sum(counts)) if counts else None
-        """Of all ranks together. None: nobody counted them."""
+        """The loss tokens of all ranks together. None: nobody counted them."""
 
     def by_rank(self) -> list[dict[str, Any]]:
-        """What each rank says. Ranks that say the same share one dictionary."""
+        """The announcement of each rank. Ranks that say the same share one dictionary."""
         return [self._different[i] for i in self._which.tolist()]
 
     def same(self, key: str, hint: str, whole: Callable[[], Any] | None = None) -> Any:

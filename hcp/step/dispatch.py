@@ -65,7 +65,7 @@ class Passage(NamedTuple):
     """How the rows of a step get to where they are computed."""
 
     transport: Transport
-    """What carries them. Its device is where they lie when they are there."""
+    """Carries the rows. Its device is where they lie when they are there."""
     number: int
     """The number of the step among those of the domain, the same on all ranks."""
 

@@ -209,7 +209,7 @@ def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
 
 
 def _signature(name: str, value: Tensor, rules: Rules) -> Any:
-    """What a field's description is made of, as torch has it: quick to compare."""
+    """The parts of a field's description as torch has them, which are quick to compare."""
     first = 0 if rules.get(name) == PER_SEQUENCE else 1
     return value.dtype, value.dim(), value.shape[first:]
 

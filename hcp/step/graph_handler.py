@@ -24,7 +24,7 @@ from hcp.step.handler import ContextParallelHandler
 
 
 class GraphHandler:
-    """What layers in a CUDA graph take in place of a micro-batch's handler.
+    """The handler that layers in a CUDA graph take in place of a micro-batch's.
 
     Its tables lie in device memory of fixed size. ``load`` replaces them, and a graph that was
     captured once computes the next micro-batch, of any plan that fits. C below is ``rows``.

@@ -194,7 +194,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
 
     @cached_property
     def payloads(self) -> dict[str, LocalPayload]:
-        """What this rank has of each payload of the samples, by name."""
+        """This rank's part of each payload of the samples, by name."""
         given = self.layout, self._rows
         return {name: LocalPayload(name, split, *given) for name, split in self._splits.items()}
 

@@ -31,15 +31,15 @@ from hcp.step.fields import (
 )
 
 Fields = dict[str, list[Tensor]]
-"""Of each field, by name, this rank's rows in each micro-batch."""
+"""This rank's rows of each field, by name, in each micro-batch."""
 
 Splits = dict[str, Split]
 """How each payload of a step is split. Handlers hold it before `hcp.dispatch` fills it."""
 
 
 class LocalPayload:
-    """What one rank has of a payload in a micro-batch: ``cp.payloads[name]``. The rows themselves
-    are ``local[name]``."""
+    """One rank's part of a payload in a micro-batch: ``cp.payloads[name]``. The rows themselves are
+    ``local[name]``."""
 
     def __init__(self, name: str, split: Split, layout: Layout, calls: RowCalls) -> None:
         self._name, self._split, self._layout, self._calls = name, split, layout, calls
@@ -110,9 +110,9 @@ class Announced:
     def __init__(self, samples: Sequence[Sample], rules: Rules, lengths: Sequence[int]) -> None:
         """``lengths``: the tokens of each sample. ValueError for a payload that breaks its rule."""
         self.units: dict[str, list[list[int] | int]] = {}
-        """Of each payload: for each sample, the rows of its units, or of all where each is one."""
+        """By payload, for each sample: the rows of its units, or of all where each is one."""
         self.runs: dict[str, list[Tensor]] = {}
-        """Of each payload whose rows tokens take: for each sample, these tokens."""
+        """By payload whose rows tokens take, for each sample: these tokens."""
         payloads = {n: r for n, r in rules.items() if isinstance(r, Payload) and not r.per_unit_of}
         for name, rule in payloads.items():
             self.units[name] = [units_of(s, i, name, rule) for i, s in enumerate(samples)]
@@ -141,7 +141,7 @@ class Announced:
                     )
 
     def message(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
+        """The announcement as values that JSON can hold."""
         runs = {name: [len(table) for table in tables] for name, tables in self.runs.items()}
         return {"units": self.units, "runs": runs}
 
@@ -152,7 +152,7 @@ class Sources:
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         """ValueError for what is no integer, or has more than 32 bits."""
         self.ranks = array("i", _core.int32s(ranks, "sources"))
-        """Of each sequence, in memory that the core reads as it is."""
+        """The rank of each sequence, in memory that the core reads as it is."""
 
     @cached_property
     def table(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step did, in numbers for loggers."""
+"""The statistics of a step, in numbers for loggers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROWS = 340
 CHARACTER = 6.0
 """The width of one at the size of labels."""
 COLOURS = ("#dbe9f6", "#a6cee3", "#8fd19e", "#fdd07a", "#f4935b", "#d1557a", "#8d59a8", "#4b4a8f")
-"""Of degrees 1, 2, 4 ..., and mixed for those between them."""
+"""The colours of degrees 1, 2, 4 ..., mixed for those between them."""
 DARK_FROM = 32
 """The degree from which labels are white."""
 STYLE = (

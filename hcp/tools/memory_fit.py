@@ -22,7 +22,7 @@ class Peak(NamedTuple):
     bytes: int
     """The most at once."""
     kept: int = 0
-    """What the layers' forward leaves for the backward."""
+    """Bytes that the layers' forward leaves for the backward."""
 
 
 class Shared(NamedTuple):

@@ -27,7 +27,7 @@ class Machine:
     token: float = 0.0
     """One row through everything that is not attention."""
     launch: float = 0.0
-    """What the GPU does once in a micro-batch, whatever its rows."""
+    """The time of what the GPU does once in a micro-batch, whatever its rows."""
     shared: float = 0.0
     """One row of a sequence that several ranks compute, in addition: it is copied for readers, and
     its partial outputs and gradients are merged."""
@@ -42,8 +42,9 @@ class Machine:
     host_shared: float = 0.0
     """The host's time to queue a micro-batch of a group of several ranks."""
     overlap: int = 0
-    """0: rows arrive behind attention over the rank's own rows, and nothing hides the third of them
-    that are gradients (all_gather). 1: all are hidden by attention but for a ring's last stage."""
+    """Whether ranks form a ring, in which attention hides all rows but those of the last stage: 1
+    if they do. Without a ring (all_gather), attention over the rank's own rows hides the rows that
+    arrive, and nothing hides the third of them that are gradients."""
     ranks_per_node: int = 0
     """Ranks of a node; 0: all ranks are in one."""
     once: bool = False

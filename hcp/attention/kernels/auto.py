@@ -37,7 +37,8 @@ Kind = tuple[object, ...]
 
 
 def _kind(call: Call) -> Kind:
-    """What distinguishes calls for a library, in addition to numbers of rows and sequences."""
+    """The properties by which a library tells calls apart, besides numbers of rows and
+    sequences."""
     query, value = call.query, call.value
     sizes = query.dtype, tuple(query.shape[1:]), tuple(value.shape[1:])
     return call.backward, call.grad_lse, *sizes, call.launch.window

@@ -284,7 +284,7 @@ class _Places:
 
 
 class _Shape(NamedTuple):
-    """What a graph is built for."""
+    """The calls that a graph is built for."""
 
     backward: bool
     deterministic: bool

@@ -73,7 +73,7 @@ class Flash3(Flash2):
 
 
 _LARGEST_DETERMINISTIC = 192
-"""Of head sizes for the backward."""
+"""The largest head size whose backward can be deterministic."""
 
 
 def _has_size(size: int) -> bool:

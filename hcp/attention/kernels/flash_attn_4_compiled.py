@@ -58,7 +58,8 @@ class Pack(NamedTuple):
 
     @property
     def mask(self) -> tuple[bool, bool, bool]:
-        """What a compiled function depends on: causal, a limit to the left, one to the right."""
+        """The kind of mask that a function is compiled for: causal, a limit to the left, one to the
+        right."""
         left, right = self.limits
         return self.causal, left is not None, right is not None
 
@@ -96,7 +97,7 @@ class Shapes(NamedTuple):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What a compiled function depends on."""
+        """The dtype and sizes that a function is compiled for."""
         return self.dtype, self.query[1:], self.key[1], self.value[2]
 
 
@@ -311,7 +312,7 @@ class Backwards:
 
 
 def _sums_of(pack: Pack, tiles: _Tiles, shapes: Shapes, shared: bool) -> list[tuple[int, int, int]]:
-    """What a backward sums in float32, every sequence padded to whole tiles: by query heads the
+    """The sums of a backward in float32, every sequence padded to whole tiles: by query heads the
     gradient of the queries, delta and the log-sum-exp; by key-value heads, where several query
     heads share one, zeros to which each adds its share of the gradients of keys and values."""
     rows, heads, size = shapes.query

@@ -28,7 +28,7 @@ TOLERANCE = 0.05
 
 
 def fault(kernel: PackedKernel, call: Call, softcap: float) -> str | None:
-    """What the kernel gets wrong for calls like this one. None: nothing.
+    """Name what the kernel gets wrong for calls like this one. None: nothing.
 
     It computes rows of other lengths, with the call's dtype, heads, head sizes and window. Raises
     what the kernel raises. The random state of torch stays as it is.

@@ -50,7 +50,7 @@ SEAMS = (
     f"{_ENGINE}backward",
     f"{_ENGINE}step",
 )
-"""What this and the loop around it call."""
+"""The parts of DeepSpeed that this and the loop around it call."""
 
 
 def micro_batches(engine: Any, step: Step) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:

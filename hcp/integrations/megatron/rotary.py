@@ -31,7 +31,8 @@ from hcp.integrations.rotary import once, place_of
 
 
 class Rotations(NamedTuple):
-    """What a layer's core attention rotates queries and keys by. None: as they are."""
+    """The rotations by which a layer's core attention rotates queries and keys. None: as they
+    are."""
 
     query: Rotary | None
     key: Rotary | None
@@ -98,9 +99,9 @@ class LatentRotary(NamedTuple):
     """The rotations of the rows of a model's latent attention."""
 
     query: Rotary
-    """Of whole heads (T, N + R), whose first N elements it leaves as they are."""
+    """The rotation of whole heads (T, N + R), whose first N elements it leaves as they are."""
     key: Rotary
-    """Of the part of a key that is rotated (T, R)."""
+    """The rotation of the part of a key that is rotated (T, R)."""
 
 
 class _NoTables:

@@ -19,6 +19,6 @@ def twin(module: Any, **changes: Any) -> Any:
 
 
 def named(module: type, name: str) -> Any:
-    """What a name stands for in Megatron's file of a class, or of a base of it."""
+    """Return what a name stands for in Megatron's file of a class, or of a base of it."""
     homes = [vars(sys.modules[base.__module__]) for base in module.__mro__]
     return next(home[name] for home in homes if name in home)

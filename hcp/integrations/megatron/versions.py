@@ -26,7 +26,8 @@ SEAMS = (
     "megatron.core.transformer.multi_token_prediction:"
     "roll_tensor(shifts, dims, cp_group, packed_seq_params)",
 )
-"""What hcp calls, derives from or replaces; in a release that was not tested they must be there."""
+"""The parts of Megatron that hcp calls, derives from or replaces. They must be there in a release
+that was not tested."""
 
 CHECK = "Compare the losses of a few steps on one rank and on two."
 

@@ -29,7 +29,7 @@ SEAMS = (
     "torchtitan.models.common.rope:CosSinRoPE.Config",
     "torchtitan.protocols.model:ModelConfigConverter.convert(model_config)",
 )
-"""What this calls, derives from or overrides."""
+"""The parts of torchtitan that this calls, derives from or overrides."""
 
 require(
     "torchtitan",

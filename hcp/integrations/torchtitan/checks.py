@@ -64,7 +64,7 @@ def check_supported(config: Any) -> None:
 
 
 def alignment_of(parallelism: Any) -> int:
-    """Of what every rank's rows are a multiple: tensor-parallel ranks share the rows of a sequence
+    """The number that divides every rank's rows: tensor-parallel ranks share the rows of a sequence
     between them under sequence parallelism, and those of experts."""
     shared = parallelism.enable_sequence_parallel or parallelism.expert_parallel_degree > 1
     return int(parallelism.tensor_parallel_degree) if shared else 1

@@ -22,7 +22,7 @@ from hcp.attention.rotary import Rotary, rotate
 from hcp.integrations.rotary import Unrotated, once, place_of
 
 _OPTIONS = {field.name for field in fields(RoPE.Config)} - {"param_init", "sharding_config"}
-"""Of a rotary embedding: what its table depends on."""
+"""The options of a rotary embedding that its table depends on."""
 
 
 class _ByHcp:
@@ -58,8 +58,8 @@ class _ByHcp:
 
     @property
     def _options(self) -> tuple[Any, ...]:
-        """What the modules of all layers, which have tables of their own, have in common where
-        these are alike."""
+        """The values that are equal where the tables of two layers' modules are alike: each module
+        has a table of its own."""
         options = (getattr(self.config, name) for name in _OPTIONS)
         return type(self), self.table.device, self.table.dtype, *options
 
@@ -85,7 +85,7 @@ def _rotated(t: Tensor, rotary: Rotary) -> Tensor:
 
 
 class HcpComplexRoPE(_ByHcp, ComplexRoPE):
-    """Of neighbouring pairs, by complex numbers."""
+    """Rotates neighbouring pairs, by complex numbers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
@@ -98,7 +98,7 @@ class HcpComplexRoPE(_ByHcp, ComplexRoPE):
 
 
 class HcpCosSinRoPE(_ByHcp, CosSinRoPE):
-    """Of halves of a head, by cosines and sines."""
+    """Rotates halves of a head, by cosines and sines."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):

@@ -36,7 +36,7 @@ from hcp.step.fields import Given
 
 
 class _Read(NamedTuple):
-    """What a rank has read for a step."""
+    """The samples that a rank has read for a step."""
 
     batch: Batch
     tokens: int
@@ -72,7 +72,7 @@ class ContextParallelTrainer(Trainer):
     planner: hcp.Config
     groups: hcp.ProcessGroups
     alignment: int
-    """Of what every rank's rows are a multiple."""
+    """The number that divides every rank's rows."""
     step_in_use: hcp.Step
     """The step of the batch that `batch_generator` gave last."""
 

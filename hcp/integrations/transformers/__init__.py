@@ -22,7 +22,7 @@ SEAMS = (
     "transformers.trainer_pt_utils:get_length_grouped_indices(lengths, batch_size, generator)",
     "transformers.trainer_utils:EvalLoopOutput",
 )
-"""What hcp uses of Transformers."""
+"""The parts of Transformers that hcp uses."""
 
 require(
     "transformers",

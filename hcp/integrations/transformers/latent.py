@@ -63,7 +63,7 @@ class Unexpanded:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What a backward through the method gives gradients to."""
+        """The parameters to which a backward through the method gives gradients."""
         return [p for p in getattr(self.layer, _PROJECTION).parameters() if p.requires_grad]
 
     def can_travel(self, cp: ContextParallelHandler) -> bool:

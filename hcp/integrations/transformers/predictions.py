@@ -1,4 +1,4 @@
-"""What a model predicts for the rows of all ranks, in the order of the samples.
+"""Predictions of a model for the rows of all ranks, in the order of the samples.
 
 T rows of this rank, N samples, L tokens of the longest.
 """

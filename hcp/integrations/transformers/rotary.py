@@ -30,8 +30,8 @@ FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_ro
 _TABLES = "position_embeddings"
 
 Rotator = Literal["attention", "kernel", "model"]
-"""What rotates a model's queries and keys: hcp's attention, hcp's kernel before it, or the model's
-own code."""
+"""The code that rotates a model's queries and keys: hcp's attention, hcp's kernel before it, or the
+model's own."""
 
 
 class UnknownRotaryError(ValueError):
@@ -60,7 +60,7 @@ class Form(NamedTuple):
     def rotated(
         self, given: Tensor, rotary: Rotary, by: Callable[[Tensor, Rotary], Tensor] = rotate
     ) -> Tensor:
-        """What the function gives."""
+        """The result of the function: rotated rows."""
         rows = given[0] if self.rows_first else given[0].transpose(0, 1)
         if self.gathered:
             rows = firsts_before_seconds(rows, rotary.cos.shape[-1])
@@ -96,7 +96,7 @@ FORMS = tuple(
 )
 
 _ROUNDING = 1e-5
-"""Of float32, in which some functions compute whatever they are given."""
+"""The tolerance of a comparison: some functions compute in float32 whatever they are given."""
 
 _ROWS, _QUERY_HEADS, _KEY_HEADS = 5, 3, 2
 
@@ -346,7 +346,7 @@ def let_model_rotate(model: nn.Module) -> None:
 
 
 def rotator_of(model: nn.Module) -> Rotator:
-    """What rotates a model's queries and keys."""
+    """Say what rotates a model's queries and keys."""
     return next((hook.rotator for hook in _hooks(*model.modules())), "model")
 
 

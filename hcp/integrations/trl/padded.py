@@ -37,7 +37,7 @@ _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class PaddedTrainer:
-    """What TRL's trainers of padded batches have in common under hcp; it comes before one of them
+    """The common part of TRL's trainers of padded batches under hcp. It comes before one of them
     among the bases.
 
     Their forwards, with and without gradients, compute what TRL's fused LM head says of each token.

@@ -28,7 +28,7 @@ class StepRecord:
     seconds: float
     """From loading the batch to the updated weights."""
     plan_seconds: float
-    """Of planning and dispatching the batch, on this rank."""
+    """Seconds of planning and dispatching the batch, on this rank."""
     plan_waited: float
     """For how much of `plan_seconds` the step waited."""
 

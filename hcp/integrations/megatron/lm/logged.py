@@ -1,4 +1,4 @@
-"""What Megatron logs apart from the main loss: the metrics of hcp's steps, and the losses of
+"""Values that Megatron logs apart from the main loss: the metrics of hcp's steps, and the losses of
 experts, indexers and prediction layers.
 
 Megatron adds these losses up over micro-batches and divides by the number that its loader gives. A

@@ -19,7 +19,7 @@ MicroBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class _Drawn(NamedTuple):
-    """What was drawn for a step."""
+    """The micro-batches that were drawn for a step."""
 
     micro_batches: list[MicroBatch]
     sequences: list[Sample]
@@ -117,7 +117,8 @@ def is_replaying(iterator: Any) -> bool:
 
 
 def _source(iterator: Any) -> Iterator[MicroBatch]:
-    """What is read ahead is not to be replayed with the step before it."""
+    """The iterator without Megatron's replay: what is read ahead is not to be replayed with the
+    step before it."""
     source: Iterator[MicroBatch] = iterator.iterable if is_replayable(iterator) else iterator
     return source
 

@@ -103,12 +103,13 @@ def _with_flags(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Run:
-    """What hcp keeps of a run, and not in Megatron-LM's arguments, which go into checkpoints."""
+    """The state of a run that hcp keeps outside of Megatron-LM's arguments, which go into
+    checkpoints."""
 
     config: hcp.Config
     """The options of hcp, which are known after the command line is read."""
     evaluation_steps: int | None = None
-    """Of the evaluation that runs. None: none does."""
+    """The steps of the evaluation that runs. None: none does."""
 
 
 def _with_options(validate: Callable[..., Any], run: _Run) -> Callable[..., Any]:
