@@ -28,10 +28,13 @@ RANKS = ("#4f8fc0", "#e08b3a", "#5aa469", "#a2619e")
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def picture(height: float, parts: Sequence[str], says: str) -> str:
+def picture(height: float, parts: Sequence[str], says: str, shown: int = WIDTH) -> str:
+    """``shown``: the width on a wide screen."""
+    size = f'width="{shown}" height="{height * shown / WIDTH:g}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
-        f'height="{height:g}" role="img" aria-label="{escape(says)}"><style>{STYLE}</style><defs>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" {size} '
+        f'role="img" aria-label="{escape(says)}"><style>{STYLE}</style>'
+        "<defs>"
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         'orient="auto"><path d="M0 0L8 4L0 8z" fill="#555"/></marker></defs>'
         f'<rect width="{WIDTH}" height="{height:g}" fill="#fff"/>{"".join(parts)}</svg>\n'
@@ -182,44 +185,41 @@ def split_words(words: str, most: int) -> Iterator[str]:
 
 
 SIMULATED = "--family wikipedia --sequences 64 --batches 1 --ranks 16 --max-tokens-per-rank 8192"
-"""The options of `python -m hcp simulate` for the picture of plans. README.md and the notebook of
+"""The options of `hcp simulate` for the picture of plans. README.md and the notebook of
 examples have them, too."""
 
 
 def plan() -> str:
-    """Packed static CP and hcp, as `python -m hcp simulate` plans them."""
+    """Packed static CP and hcp, as `hcp simulate` plans them."""
     return simulate(parse_arguments(SIMULATED.split())).picture()
 
 
 FAMILIES = ("Wikipedia", "GitHub", "LongAlign", "ChatQA2")
 MEASURED = {
-    "over Transformer Engine by cuDNN": (1.14, 1.14, 1.13, 1.15),
-    "by FlashAttention-4": (1.11, 1.08, 1.04, 1.10),
+    "with cuDNN": (1.14, 1.14, 1.13, 1.15),
+    "with FlashAttention-4": (1.11, 1.08, 1.04, 1.10),
 }
-"""Tokens per second over the faster of Transformer Engine's p2p and a2a, by its kernels and by the
-family of lengths: benchmarks/results/megatron_h200x2_2026-11-27.md."""
+"""hcp's tokens per second where those of the faster of Transformer Engine's p2p and a2a are 1, by
+its kernels and by the family of lengths: benchmarks/results/megatron_h200x2_2026-11-27.md."""
 
 
 def speeds() -> str:
     """Tokens per second beside both Transformer Engines, by family of lengths."""
-    left, wide, parts = 92, 300, []
+    what = "hcp's tokens per second on 2 H200s. Dashed, 1: Transformer Engine's"
+    wide, top, parts = 150, 34, [text(0, 12, what, "note")]
     scale = wide / max(max(found) for found in MEASURED.values())
+    for i, family in enumerate(FAMILIES):
+        parts.append(text(62, top + 11 + 14 * i, family, "note", "end"))
     for n, (peer, found) in enumerate(MEASURED.items()):
-        x = 8 + 252 * n
-        parts.append(cell(x, 6, 12, 12, RANKS[n]))
-        parts.append(text(x + 18, 16, peer, "note"))
-        for i, (family, speed) in enumerate(zip(FAMILIES, found, strict=True)):
-            y = 28 + 42 * i + 17 * n
-            if n == 0:
-                parts.append(text(left - 8, y + 22, family, anchor="end"))
-            parts.append(cell(left, y, speed * scale, 16, RANKS[n]))
-            parts.append(text(left + speed * scale + 6, y + 13, f"{speed:.2f}", "head"))
-    foot = 28 + 42 * len(FAMILIES)
-    parts.append(f'<path class="line" d="M{left + scale:g} 22V{foot}" stroke-dasharray="3 3"/>')
-    parts.append(text(left + scale, foot + 14, "Transformer Engine = 1", "note", "end"))
-    what = "hcp's tokens per second over Transformer Engine's, 2 H200s"
-    parts.append(text(8, foot + 34, what, "note"))
-    return picture(foot + 42, parts, "Speed of hcp over Transformer Engine's best, by lengths")
+        left = 68 + 218 * n
+        parts.append(text(left, top - 5, peer, "note"))
+        for i, speed in enumerate(found):
+            y = top + 14 * i
+            parts.append(cell(left, y, speed * scale, 14, RANKS[n]))
+            parts.append(text(left + speed * scale + 5, y + 12, f"{speed:.2f}", "head"))
+        line = f"M{left + scale:g} {top}v{14 * len(found)}"
+        parts.append(f'<path class="line" d="{line}" stroke-dasharray="3 3"/>')
+    return picture(top + 14 * len(FAMILIES) + 1, parts, what, shown=560)
 
 
 def evaluation() -> str:

@@ -49,7 +49,7 @@ from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.tools.drawing import timeline_svg
+from hcp.tools.drawing import brief_svg
 from hcp.tools.programs.arguments import whole_number
 from hcp.tools.programs.progress import progress_over
 from hcp.tools.replay import Machine, replay
@@ -511,9 +511,10 @@ class Simulation(NamedTuple):
 
     def picture(self) -> str:
         """Draw the first batch as SVG, as packed static CP and hcp plan it."""
-        batch = f"batch 1 of {len(self.plans)}"
-        plans = {f"{name}, {batch}": self.plans[0][name] for name in ("static CP", "hcp")}
-        return timeline_svg(plans, unit=self.unit, width=900, height=240)
+        batch = f", batch 1 of {len(self.plans)}" if len(self.plans) > 1 else ""
+        names = {"packed static CP": "static CP", "hcp": "hcp"}
+        first = self.plans[0]
+        return brief_svg({f"{shown}{batch}": first[name] for shown, name in names.items()})
 
     def _repr_svg_(self) -> str:
         """The picture, which a notebook shows."""

@@ -21,14 +21,13 @@ EDGE = 10
 """Where titles start."""
 ROWS = 340
 """The height of all ranks of a plan, unless there are very few or very many."""
-CHARACTER = 6.0
-"""The width of one at the size of labels."""
+LETTERS, LARGE = 11, 14
+"""The size of labels, and of those of a brief picture, which a phone makes smaller."""
 COLOURS = ("#dbe9f6", "#a6cee3", "#8fd19e", "#fdd07a", "#f4935b", "#d1557a", "#8d59a8", "#4b4a8f")
 """The colours of degrees 1, 2, 4 ..., mixed for those between them."""
 DARK_FROM = 32
 """The degree from which labels are white."""
 STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#222}.title{font-size:13px;font-weight:600}"
     ".light{fill:#fff}.small{fill:#555}.box{stroke:#fff;stroke-width:.6}"
     ".bound{stroke:#111;stroke-width:1.3;stroke-dasharray:2 3}"
     ".idle{fill:#c9c9c9}.rows{fill:#f4f4f4}"
@@ -42,6 +41,18 @@ class _Scale(NamedTuple):
     per_time: float
     top: float
     per_rank: float
+    letters: float = LETTERS
+
+    @property
+    def character(self) -> float:
+        """The width of one."""
+        return self.letters * 6 / 11
+
+    def labels(self, tokens: int, degree: int) -> tuple[str, ...]:
+        """Of a sequence, the best one first."""
+        if self.letters == LETTERS:
+            return f"{degree} | {tokens:,}", f"{degree}"
+        return (f"{tokens:,} tokens on {degree} GPU{'s' if degree > 1 else ''}",)
 
     def x(self, time: float) -> float:
         return self.left + time * self.per_time
@@ -59,12 +70,12 @@ def timeline_svg(
 ) -> str:
     """Draw plans below each other on one axis of time, by their names.
 
-    A row is a rank, and a colour a CP degree. A box is a sequence: its label has the degree and the
-    tokens, and pointing at it tells its ranks. In gaps ranks launch or wait; grey bars at the right
-    are idle shares. The title tells how much faster a plan is than the first one. The dotted line
-    is the bound: no plan of these lengths within any of the plans' limits ends earlier. Of a
-    pipeline one stage is drawn, without waiting for neighbours. ``unit``: seconds of one unit of
-    the cost model. ``width`` and ``height``: of the picture, and of all ranks of a plan.
+    Ranks stand below each other, and a colour is a CP degree. A box is a sequence: its label has
+    the degree and the tokens, and pointing at it tells its ranks. In gaps ranks launch or wait;
+    grey bars at the right are idle shares. The title has the speed, where the first plan's is 1.
+    The dotted line is the bound: no plan of these lengths within any of the plans' limits ends
+    earlier. Of a pipeline one stage is drawn, without waiting for neighbours. ``unit``: seconds of
+    one unit of the cost model. ``width`` and ``height``: of the picture, and of a plan's ranks.
     """
     longest = max([1, *(plan.makespan for plan in plans.values())])
     first, bound = _compared(list(plans.values()))
@@ -82,10 +93,39 @@ def timeline_svg(
         top = scale.y(plan.ranks) + 14
     parts += _axis(longest, unit, top, width)
     parts += _legend(plans, top + 38)
-    size = f'width="{width}" height="{top + 52:.0f}"'
+    return _picture(width, top + 52, says, parts)
+
+
+def brief_svg(plans: Mapping[str, Plan], *, width: int = 560, height: float = 56) -> str:
+    """Draw plans as `timeline_svg` does, flat and with few words in large letters: a plan's speed,
+    where the first one's is 1, and its idle share."""
+    longest = max([1, *(plan.makespan for plan in plans.values())])
+    first, bound = _compared(list(plans.values()))
+    parts: list[str] = []
+    says: list[str] = []
+    top = 0.0
+    for name, plan in plans.items():
+        scale = _Scale(0, width / longest, top + 20, height / max(1, plan.ranks), LARGE)
+        says.append(f"{name}: {', '.join(_speed_and_idle(plan, first))}")
+        parts.append(_text(0, top + 14, says[-1], "title"))
+        parts += _ranks(plan, plan.bound if bound is None else bound, scale)
+        top = scale.y(plan.ranks) + 4
+    degrees = _degrees(plans)[:8]
+    parts += _brief_legend(degrees, top + 14)
+    top += 14 if len(degrees) <= 4 else 32  # beside the legend where there is room, else below it
+    parts.append(_text(width, top, "dotted: lower bound; simulated", "small", "end"))
+    return _picture(width, top + 5, says, parts, LARGE)
+
+
+def _picture(
+    width: int, height: float, says: Sequence[str], parts: Sequence[str], letters: int = LETTERS
+) -> str:
+    size = f'width="{width}" height="{height:.0f}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + 52:.0f}" {size} '
-        f'role="img" aria-label="{escape("; ".join(says))}"><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" {size} '
+        f'role="img" aria-label="{escape("; ".join(says))}"><style>'
+        f"text{{font:{letters}px system-ui,sans-serif;fill:#222}}"
+        f".title{{font-size:{max(letters, 13)}px;font-weight:600}}{STYLE}</style>"
         f'<rect {size} fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
@@ -126,14 +166,19 @@ def plan_words(plan: Plan, first: Plan | None = None, bound: int | None = None) 
     tokens = sum(plan.lengths)
     staged = f", one of {report.pipeline_stages} stages" if report.pipeline_stages > 1 else ""
     plural = "" if report.micro_batches == 1 else "es"
-    faster = f"x {_ratio(first.makespan, plan.makespan):.2f}, " if first else ""
     least = plan.bound if bound is None else bound
+    of_bound = f"{_ratio(plan.makespan, least):.2f} x the lower bound (dotted)"
     return (
-        f"{faster}idle {report.idle_share:.0%}, {_ratio(plan.makespan, least):.2f} x the lower "
-        "bound (dotted)",
+        ", ".join((*_speed_and_idle(plan, first), of_bound)),
         f"{len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
         f"{report.micro_batches} micro-batch{plural}{staged}",
     )
+
+
+def _speed_and_idle(plan: Plan, first: Plan | None) -> Iterator[str]:
+    if first:
+        yield f"x {_ratio(first.makespan, plan.makespan):.2f}"
+    yield f"idle {plan.report().idle_share:.0%}"
 
 
 def _ratio(time: int, over: int) -> float:
@@ -165,27 +210,32 @@ def timeline_page(
         "color:#222;background:#fff}h1{font-size:20px}figure{margin:0;overflow-x:auto}"
         "svg{max-width:100%;height:auto}rect.box:hover{stroke:#000}</style></head>"
         f"<body><h1>{escape(title)}</h1>{lines}<figure>{drawn}</figure>"
-        "<p>A row is a rank. A colour is a CP degree, a box a sequence: point at it for its "
-        "length. Light grey is launching or waiting; the bars at the right are each rank's idle "
-        "share. A title has the speed over that of the first plan. The dotted line is a lower "
-        "bound: no plan of these lengths within any of the plans' limits ends earlier. "
+        "<p>Ranks stand below each other. A colour is a CP degree, a box a sequence: point at it "
+        "for its length. Light grey is launching or waiting; the bars at the right are each "
+        "rank's idle share. A title has the speed, where the first plan's is 1. The dotted line is "
+        "a lower bound: no plan of these lengths within any of the plans' limits ends earlier. "
         "Times are those of the cost model, not measured.</p></body></html>\n"
     )
 
 
-def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
-    boxes = timeline(plan)
+def _ranks(plan: Plan, bound: int, scale: _Scale) -> Iterator[str]:
+    """What the ranks of a plan do, and the bound's line."""
     end, bottom = scale.x(plan.makespan), scale.y(plan.ranks)
     yield _rect(scale.left, scale.top, end - scale.left, bottom - scale.top, "rows")
     x = scale.x(bound)
-    yield from (part for box in boxes for part in _sequences(plan, box, scale, x))
+    yield from (part for box in timeline(plan) for part in _sequences(plan, box, scale, x))
     yield (
         f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
+
+
+def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
+    """A plan with the names of its ranks and their idle shares."""
+    yield from _ranks(plan, bound, scale)
     yield _text(width - RIGHT + 38, scale.top - 4, "idle", "small", "end")
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
-    for rank, idle in enumerate(idle_shares(plan, boxes)):
+    for rank, idle in enumerate(idle_shares(plan, timeline(plan))):
         y, height = scale.y(rank), scale.per_rank
         what = f"rank {rank}: idle {idle:.1%}"
         yield _rect(width - RIGHT + 42, y + height * 0.15, 18 * idle, height * 0.7, "idle", what)
@@ -206,10 +256,10 @@ def _sequences(plan: Plan, box: Box, scale: _Scale, line: float) -> Iterator[str
         what = f"sequence {s}: {tokens:,} tokens, CP {box.degree}, {ranks}, micro-batch "
         yield _rect(x, y, wide, height, "box", f"{what}{box.micro_batch}", box.degree)
         x, wide = _beside(line, x, wide)
-        for label in (f"{box.degree} | {tokens:,}", f"{box.degree}"):
-            if height >= 11 and wide >= CHARACTER * len(label) + 4:
-                style = "light" if box.degree >= DARK_FROM else ""
-                yield _text(x + wide / 2, y + height / 2 + 4, label, style, "middle")
+        for label in scale.labels(tokens, box.degree):
+            if height >= scale.letters - 0.5 and wide >= scale.character * len(label) + 4:
+                style, middle = "light" if box.degree >= DARK_FROM else "", y + height / 2
+                yield _text(x + wide / 2, middle + scale.letters * 4 / 11, label, style, "middle")
                 break
 
 
@@ -235,14 +285,25 @@ def _axis(longest: int, unit: float | None, top: float, width: int) -> Iterator[
 
 
 def _legend(plans: Mapping[str, Plan], y: float) -> Iterator[str]:
-    degrees = sorted(
-        {g.degree for plan in plans.values() for groups in plan.micro_batches for g in groups}
-    )
-    x = float(LEFT)
-    for degree in degrees[:16]:
+    return _swatches({f"CP {degree}": degree for degree in _degrees(plans)[:16]}, LEFT, y, LETTERS)
+
+
+def _brief_legend(degrees: Sequence[int], y: float) -> Iterator[str]:
+    yield _text(0, y, "GPUs of a sequence:", "small")
+    yield from _swatches({f"{degree}": degree for degree in degrees}, 152, y, LARGE)
+
+
+def _degrees(plans: Mapping[str, Plan]) -> list[int]:
+    groups = [g for plan in plans.values() for groups in plan.micro_batches for g in groups]
+    return sorted({group.degree for group in groups})
+
+
+def _swatches(degrees: Mapping[str, int], x: float, y: float, letters: float) -> Iterator[str]:
+    """The colours of degrees, by what is said of each."""
+    for says, degree in degrees.items():
         yield _rect(x, y - 9, 12, 11, "box", degree=degree)
-        yield _text(x + 16, y, f"CP {degree}", "small")
-        x += 34 + CHARACTER * len(f"CP {degree}")
+        yield _text(x + 16, y, says, "small")
+        x += 34 + letters * len(says) * 6 / 11
 
 
 def colour_of(degree: int) -> str:

@@ -16,6 +16,7 @@ from hcp.tools.drawing import (
     LEFT,
     RIGHT,
     Timelines,
+    brief_svg,
     colour_of,
     plan_words,
     timeline_page,
@@ -93,6 +94,22 @@ def test_plans_by_one_cost_function_are_compared_whatever_degrees_it_was_asked_f
     one, other = hcp.plan([100] * 4, **limits), hcp.plan([100] * 4, **limits, min_degree=4)
     assert one.cost != other.cost
     assert "one: x 1.00, idle" in timeline_svg({"one": one, "other": other})
+
+
+def test_a_brief_picture_has_the_boxes_speeds_and_bound_of_the_whole_one() -> None:
+    limits = {"ranks": 4, "max_tokens_per_rank": 1000}
+    lengths = [100, 200, 700]
+    plans = {"slow": hcp.plan(lengths, **limits, min_degree=4), "fast": hcp.plan(lengths, **limits)}
+    whole, brief = timeline_svg(plans), brief_svg(plans, width=500, height=80)
+    assert [says for says, *_ in boxes_of(brief)] == [says for says, *_ in boxes_of(whole)]
+    scale = 500 / plans["slow"].makespan
+    assert max(x + wide for _, x, wide in boxes_of(brief)) == pytest.approx(500, abs=0.1)
+    assert bounds_of(brief) == [pytest.approx(plans["fast"].bound * scale, abs=0.06)] * 2
+    titles = [re.search(rf"{name}: x \d\.\d\d, idle \d+%", whole) for name in plans]
+    assert all(title and f">{title[0]}</text>" in brief for title in titles)
+    assert ">700 tokens on 4 GPUs</text>" in brief
+    assert re.findall(r">(\d+)</text>", brief) == ["1", "3", "4"]
+    assert "rank 0</text>" not in brief
 
 
 LIMITS: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 1000}
