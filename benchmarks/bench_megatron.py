@@ -18,7 +18,7 @@ global batches with equal weights:
     hcp             as it comes: hcp_layer_spec, the options' defaults ("p2p", the kernels of
                     "auto"), and a plan by the prices that follow from the model's sizes
     hcp tuned       --cp-comm-type, and a plan by prices that are fitted in the run to micro-batches
-                    of degrees 1 to all, or of a file of `python -m hcp calibrate` (--cost)
+                    of degrees 1 to all, or of a file of `hcp calibrate` (--cost)
     wave greedy     Megatron's dynamic scheduler, re-implemented in benchmarks/peers/planners.py, on
                     the engine and with the prices of "hcp tuned"
 

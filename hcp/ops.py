@@ -31,7 +31,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
-check_version("torch", torch.__version__, check="Try your build: python -m hcp doctor")
+check_version("torch", torch.__version__, check="Try your build: hcp doctor")
 torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
 
 

@@ -255,7 +255,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
-        """Read a file of :meth:`save` or ``python -m hcp calibrate``: equal integers on every rank.
+        """Read a file of :meth:`save` or ``hcp calibrate``: equal integers on every rank.
 
         Args:
             path: of the file.

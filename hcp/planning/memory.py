@@ -95,7 +95,7 @@ class MemoryModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MemoryModel:
-        """Read a file of :meth:`save` or ``python -m hcp calibrate --memory``: equal integers on
+        """Read a file of :meth:`save` or ``hcp calibrate --memory``: equal integers on
         every rank.
 
         Args:

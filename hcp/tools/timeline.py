@@ -65,8 +65,8 @@ def spans(plan: Plan, box: Box) -> Iterator[tuple[int, int, int]]:
 
 
 def chrome_trace(plan: Plan, unit: float | None = None) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per
-    rank, and groups that contain their sequences.
+    """Return the timeline in Chrome's trace format, for Perfetto or chrome://tracing: a track
+    per rank, and groups that contain their sequences.
 
     ``unit``: seconds of one unit of the cost model. The trace then has the microseconds of a
     measured one, such as torch.profiler's. None: the makespan is shown as one second.

@@ -5,7 +5,7 @@
 Each rank of a group in turn computes one layer forward and backward, alone: its peers are not
 there, and what they would send is memory as it was. So all bytes on the GPU are those of this rank.
 The model's `gathered` and `attention` are fitted to single sequences without alignment, as
-`python -m hcp calibrate --memory` does. Then groups of one and of several sequences, padded to
+`hcp calibrate --memory` does. Then groups of one and of several sequences, padded to
 alignments, are measured. "measured": bytes of the busiest rank beyond those of as many rows on one
 rank alone. `--device cpu` counts by torch's profiler, with kernels that compute nothing. Exit code
 1: a group takes 2% and 64 KiB more than the formula.

@@ -2,7 +2,7 @@
 
     python tests/cuda/check_memory.py [--ranks 2] [--head-chunks 4]
 
-`python -m hcp calibrate --memory` measures a model. Then the longest sequence that fits on all
+`hcp calibrate --memory` measures a model. Then the longest sequence that fits on all
 ranks together and packs of shorter ones train, planned by what it wrote. With a limit 10% lower the
 same sequence is refused before anything runs; with 12% more rows the GPUs run out. The exit status
 is 0 if every check passes on every rank."""
