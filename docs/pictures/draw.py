@@ -136,8 +136,8 @@ def zigzag() -> str:
 def comm_types() -> str:
     """Which keys and values one rank of four has, by comm type."""
     parts = [
-        text(0, 15, "Keys and values that rank 2 of 4 has: rows are the eight", "note"),
-        text(0, 31, "chunks of a sequence, columns heads, colours their ranks.", "note"),
+        text(0, 15, "Keys and values that rank 2 of 4 has: down, the eight", "note"),
+        text(0, 31, "chunks of a sequence; across, heads; colours are ranks.", "note"),
     ]
     of = {rank: {(chunk, h) for chunk in (rank, 7 - rank) for h in range(4)} for rank in range(4)}
     every = set().union(*of.values())
