@@ -31,6 +31,7 @@ from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.columns import IGNORED, causal_lm_samples
+from hcp.integrations.model_cost import cost_of_model
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.rebinding.exclude import Exclude
@@ -173,7 +174,9 @@ class DynamicCPCollator:
         masks: MasksFor | None = None,
         fields: Rules | None = None,
     ) -> None:
-        """`model`: decides `config.sync` if that is "auto", when the first batch is planned.
+        """`cost`: prices; None: those of the `model`'s sizes, if its config names them, else the
+        default ones. `model`: decides `config.sync` if that is "auto", when the first batch is
+        planned.
         `alignment`: the rows of every rank are a multiple of it. `masks`: gives the masks of
         sequences of these lengths. `fields`: see `hcp.dispatch`."""
         self.config, self.groups, self.to_sample = config, groups, to_sample
@@ -181,7 +184,7 @@ class DynamicCPCollator:
         self.planner = StepPlanner.of(
             config,
             ranks,
-            cost=cost,
+            cost=cost or cost_of_model(model, groups, config.ranks_per_node),
             waits=lambda: waits_in_layers(model),
             masks=masks,
             fields=fields,
@@ -246,8 +249,9 @@ class DynamicCPDataLoader:
         `seed`, for a map-style dataset: given an epoch's number, the indices of its items, on all
         ranks alike. `window_sizes`, `fields`: see `hcp.dispatch`. `masks`:
         gives the masks of sequences of these lengths.
-        `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
-        ranks wait for each other in every layer. hcp's own trainers set it themselves."""
+        `model`: the one that trains on the batches. Where `cost` is None, plans use the prices of
+        its sizes, if its config names them. With `config.sync` "auto", it decides whether ranks
+        wait for each other in every layer. hcp's own trainers set it themselves."""
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self.dataset = dataset
@@ -646,7 +650,8 @@ class EvalDataLoader:
         masks: MasksFor | None = None,
         fields: Rules | None = None,
     ) -> None:
-        """`masks`: gives the masks of sequences of these lengths. `fields`: see `hcp.dispatch`."""
+        """`cost`, `model`: as for `DynamicCPDataLoader`. `masks`: gives the masks of sequences of
+        these lengths. `fields`: see `hcp.dispatch`."""
         self.masks, self.fields = masks, fields
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
@@ -654,7 +659,8 @@ class EvalDataLoader:
         if not is_stream(dataset) and len(dataset) == 0:
             raise ValueError("the dataset has 0 samples, expected some to evaluate")
         self.dataset, self.config, self.groups = dataset, config, groups
-        self.global_batch_size, self.cost, self.to_sample = global_batch_size, cost, to_sample
+        self.global_batch_size, self.to_sample = global_batch_size, to_sample
+        self.cost = cost or cost_of_model(model, groups, config.ranks_per_node)
         self.places = False
         """Whether samples also get the fields `document`, their number in the evaluation, and
         `own_labels`, the labels that are not shifted, (tokens,) each."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.planning.cost import PRESETS, PRICES, TIMES, Table
-from hcp.tools.programs.arguments import rates_of
+from hcp.tools.rates import rates_of
 
 
 @given(

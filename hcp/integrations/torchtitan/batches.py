@@ -21,10 +21,10 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def collator_of(
-    config: hcp.Config, groups: hcp.ProcessGroups, *, alignment: int = 1
+    config: hcp.Config, groups: hcp.ProcessGroups, *, cost: hcp.CostModel, alignment: int = 1
 ) -> DynamicCPCollator:
     """Return what plans documents: see `documents_of`."""
-    return DynamicCPCollator(config, groups, to_sample=_sample, alignment=alignment)
+    return DynamicCPCollator(config, groups, cost=cost, to_sample=_sample, alignment=alignment)
 
 
 def documents_of(inputs: dict[str, Tensor], labels: Tensor) -> Iterator[dict[str, Tensor]]:

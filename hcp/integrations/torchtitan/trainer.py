@@ -21,6 +21,7 @@ from torchtitan.trainer import Trainer
 
 import hcp
 from hcp.integrations.barrier import waits_in_layers
+from hcp.integrations.model_cost import cost_of_sizes
 from hcp.integrations.torchtitan.batches import (
     Batch,
     collator_of,
@@ -31,6 +32,7 @@ from hcp.integrations.torchtitan.batches import (
 )
 from hcp.integrations.torchtitan.checks import alignment_of, check_supported
 from hcp.integrations.torchtitan.experts import StandIns
+from hcp.integrations.torchtitan.sizes import sizes_of_decoder
 from hcp.step.ahead import Read
 from hcp.step.fields import Given
 
@@ -71,6 +73,8 @@ class ContextParallelTrainer(Trainer):
 
     planner: hcp.Config
     groups: hcp.ProcessGroups
+    cost: hcp.CostModel
+    """Prices by the model's sizes."""
     alignment: int
     """The number that divides every rank's rows."""
     step_in_use: hcp.Step
@@ -87,6 +91,8 @@ class ContextParallelTrainer(Trainer):
         super().__init__(config)
         sync = self.planner.sync_where(waiting=waits_in_layers(self.parallel_dims))
         self.planner = replace(self.planner, sync=sync)
+        sizes = sizes_of_decoder(config.model_spec.model)
+        self.cost = cost_of_sizes(sizes, self.groups.transport.device, self.planner.ranks_per_node)
         self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # The batches of a step are planned together: they come as one from batch_generator.
         self.gradient_accumulation_steps = 1
@@ -97,7 +103,7 @@ class ContextParallelTrainer(Trainer):
         self.stand_ins = StandIns(model, self.groups.rank("tp"))
         self._log_stats()
         if config.validator.enable:
-            self.validator.use(self.groups, self.planner, self.alignment)
+            self.validator.use(self.groups, self.planner, self.cost, self.alignment)
 
     def init_distributed(self) -> ParallelDims:
         """Make torchtitan's meshes, and hcp's groups of the same ranks."""
@@ -121,7 +127,7 @@ class ContextParallelTrainer(Trainer):
         none: the step goes on with those of the other ranks. The next step is read and planned
         while this one trains."""
         waiting: deque[_Read] = deque()
-        collator = collator_of(self.planner, self.groups, alignment=self.alignment)
+        collator = collator_of(self.planner, self.groups, cost=self.cost, alignment=self.alignment)
 
         def shares() -> Iterator[Read[Given]]:
             for read in self._read(super_batches):

@@ -29,9 +29,12 @@ class ContextParallelValidator(Validator):
     class Config(Validator.Config):
         pass
 
-    def use(self, groups: hcp.ProcessGroups, config: hcp.Config, alignment: int) -> None:
-        """Take the training layout, the planner's options, and of what every rank's rows are a
-        multiple. The trainer calls it."""
+    def use(
+        self, groups: hcp.ProcessGroups, config: hcp.Config, cost: hcp.CostModel, alignment: int
+    ) -> None:
+        """Take the training layout, the planner's options and prices, and of what every rank's rows
+        are a multiple. The trainer calls it."""
+        self.cost = cost
         self.train_groups, self.eval_groups = groups, eval_groups(groups, config)
         degree, self.alignment = self.eval_groups.size("cp"), alignment
         self.planner = config.for_evaluation(degree, self.seq_len, alignment)
@@ -49,7 +52,7 @@ class ContextParallelValidator(Validator):
     def mean_loss(self, model: nn.Module, groups: hcp.ProcessGroups) -> float:
         """Return the mean loss of the validation set under the layout of `groups`."""
         metrics, loaded = hcp.Metrics(groups), 0
-        collator = collator_of(self.planner, groups, alignment=self.alignment)
+        collator = collator_of(self.planner, groups, cost=self.cost, alignment=self.alignment)
         shares = (Read(collator.samples_of(read)) for read in self._documents())
         for step in collator.planner.steps(shares, groups, until_empty=True):
             loaded += sum(step.plan.lengths)

@@ -19,6 +19,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator
 from hcp.integrations.columns import IGNORED
 from hcp.integrations.loader import check_model_config, domain
+from hcp.integrations.model_cost import cost_of_model
 from hcp.integrations.transformers.attention import (
     check_softcap,
     own_attention,
@@ -119,6 +120,7 @@ def spread_padded(
 
     Every rank of the domain calls the model equally often. `trained` gets the numbers of the
     batches whose gradients are computed."""
+    cost = cost or cost_of_model(model, groups, cp.ranks_per_node)
     planner = StepPlanner.of(cp, groups.size("dp_cp"), cost=cost)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = base.forward

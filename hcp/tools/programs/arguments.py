@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hcp._validate import flag
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import rows_up_to
+from hcp.tools.rates import capability_of, rates_of
 
 if TYPE_CHECKING:  # --help needs no torch
     import torch
@@ -217,22 +218,5 @@ def cost_model(
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         bytes_per_element=bytes_per_element,
-        **rates_of(device.type, ranks_per_node),
+        **rates_of(device.type, ranks_per_node, capability_of(device)),
     )
-
-
-def rates_of(device: str, ranks_per_node: int | None) -> dict[str, int]:
-    """Return the rates of a machine for :meth:`CostModel.for_transformer`, equal on all ranks of a
-    job. ``device``: the type of its devices. A CPU core computes less than a GPU in the time in
-    which it sends a byte. GPUs of one host are taken to exchange by NVLink. Where ranks are on
-    several hosts, and a plan does not know which, all of them are taken to exchange by a network.
-    """
-    if device == "cpu":
-        return {"flops_per_byte": 200, "flops_per_byte_far": 0, "launch_flops": 20_000_000}
-    return {} if ranks_per_node or _are_on_one_host() else {"flops_per_byte": 8_000}
-
-
-def _are_on_one_host() -> bool:
-    """Whether the launcher says that all ranks of the job are on this host, as torchrun does."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return local is not None and local == os.environ.get("WORLD_SIZE")
