@@ -21,8 +21,8 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def rates_of(
     device: str, ranks_per_node: int | None, capability: tuple[int, int] | None = None
 ) -> dict[str, int]:
-    """Return the rates of a machine for :meth:`hcp.CostModel.for_transformer`, equal on all ranks of a
-    job whose devices are alike.
+    """Return the rates of a machine for :meth:`hcp.CostModel.for_transformer`, equal on all ranks
+    of a job whose devices are alike.
 
     A CPU core computes less than a GPU in the time in which it sends a byte. GPUs of one host are
     taken to exchange by NVLink. Where ranks are on several hosts, and a plan does not know which,

@@ -90,7 +90,8 @@ def test_a_loader_plans_by_the_prices_of_its_model() -> None:
     model = torch.nn.Sequential()
     model.module = Model(config_of())
     own = cost_of_model(model, groups)
-    assert own is not None and own.token == 2 * (2 * 64 * (64 + 16) + 3 * 64 * 192)
+    assert own is not None
+    assert own.token == 2 * (2 * 64 * (64 + 16) + 3 * 64 * 192)
     given = hcp.CostModel(pair=3)
     for cost, expected in ((None, own), (given, given)):
         collator = DynamicCPCollator(CONFIG, groups, model=model, cost=cost)

@@ -116,6 +116,12 @@ def test_gpus_exchange_by_nvlink_on_one_host_or_in_known_nodes(
     assert cost == (for_transformer() if near else network)
     assert for_transformer().exchange < network.exchange
     assert for_transformer(**rates_of("cpu", ranks_per_node)).exchange_far == 0
+    assert cost == for_transformer(**rates_of("cuda", ranks_per_node, (9, 0)))
+    ampere, blackwell = (
+        for_transformer(**rates_of("cuda", ranks_per_node, (major, 0))) for major in (8, 10)
+    )
+    assert ampere.launch < cost.launch < blackwell.launch
+    assert ampere.exchange < cost.exchange < blackwell.exchange or near
 
 
 # ---- files ---------------------------------------------------------------------------------------

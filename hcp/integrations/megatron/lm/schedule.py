@@ -24,7 +24,7 @@ from hcp.integrations.megatron.lm.reading import (
     drawn_now,
     is_replaying,
 )
-from hcp.tools.programs.arguments import rates_of
+from hcp.tools.rates import capability_of, rates_of
 
 
 class PlannedSchedule:
@@ -137,7 +137,7 @@ class PlannedSchedule:
             batches,
             config,
             groups,
-            cost=_cost(args, groups.transport.device.type, config.ranks_per_node),
+            cost=_cost(args, groups.transport.device, config.ranks_per_node),
             samples_of="dp",
             alignment=alignment,
             virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
@@ -194,7 +194,7 @@ def groups_of_parallel_state() -> hcp.ProcessGroups:
     return hcp.ProcessGroups.from_existing(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def _cost(args: Any, device: str, ranks_per_node: int | None) -> hcp.CostModel:
+def _cost(args: Any, device: torch.device, ranks_per_node: int | None) -> hcp.CostModel:
     """Return the costs of one pipeline stage of the model."""
     heads = args.num_attention_heads
     return hcp.CostModel.for_transformer(
@@ -203,7 +203,7 @@ def _cost(args: Any, device: str, ranks_per_node: int | None) -> hcp.CostModel:
         num_attention_heads=heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else heads,
         bytes_per_element=args.params_dtype.itemsize,
-        **rates_of(device, ranks_per_node),
+        **rates_of(device.type, ranks_per_node, capability_of(device)),
     )
 
 
