@@ -92,7 +92,7 @@ class Pack(NamedTuple):
     def backward(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         return [
             self.kernel.backward(
-                launch, self.grad[launch.queries], None, *self._of(launch), *known, SCALE
+                launch, (self.grad[launch.queries], None), (*self._of(launch), *known), SCALE
             )
             for launch, known in zip(self.launches, self.known, strict=True)
         ]

@@ -79,7 +79,7 @@ from torch import Tensor
 import hcp
 from hcp._words import CommType
 from hcp.attention.kernels import Choice
-from hcp.attention.prepared import Run
+from hcp.attention.prepared import PreparedLayer
 
 TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "auto")
 WARM_TOKENS = 2048
@@ -174,7 +174,7 @@ class Contestant:
     name: str
     cp: hcp.ContextParallelHandler
     attention: Attention
-    run: Run | None = None
+    run: PreparedLayer | None = None
     """hcp's preparation, after its first pass."""
     memory: float = 0.0
     outside: float = 0.0
@@ -411,7 +411,7 @@ def tried(bench: Bench, name: str, step: Callable[[], object]) -> bool:
     return True
 
 
-def bound_of(bench: Bench, run: Run) -> float:
+def bound_of(bench: Bench, run: PreparedLayer) -> float:
     """Return the seconds that no layer of this type can be faster than, on the busiest rank."""
     bench.at = "the kernel's calls alone"
     calls = OwnCalls(run, bench.sizes)

@@ -36,7 +36,15 @@ from torch import Tensor
 import hcp
 from common.flags import JsonFile
 from hcp.attention import kernels
-from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for
+from hcp.attention.kernels import (
+    Attended,
+    Choice,
+    Kernel,
+    Launch,
+    ResultGrads,
+    join,
+    kernel_for,
+)
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.gather import Gathered, gathered_of
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
@@ -155,20 +163,11 @@ class Prepared:
         return out.detach(), lse.detach()  # of this launch alone, as autograd wants a result
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if launch not in self._backward:
-            rows = query, key, value, out, lse
-            self.given.backward[launch] = launch, grad_out, grad_lse, *rows, scale
+            query, key, value, *_ = attended
+            self.given.backward[launch] = launch, grads, attended, scale
             self._backward[launch] = (
                 torch.zeros_like(query),
                 torch.zeros_like(key, memory_format=torch.contiguous_format),
@@ -347,7 +346,7 @@ def call_of(
 
     def backward() -> None:
         for (launch, qkv, own), known in zip(rows, results, strict=True):
-            kernel.backward(launch, own, None, *qkv, *known, scale)
+            kernel.backward(launch, (own, None), (*qkv, *known), scale)
 
     backward()
     return Ways(forward, backward)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention.kernels import Choice, Launch, join, kernel_for
-from hcp.attention.prepared import Run, prepared_of
+from hcp.attention.prepared import PreparedLayer, prepared_of
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Entry
 from hcp.step.handler import ContextParallelHandler
@@ -118,7 +118,7 @@ class Whole:
         query, key, value, grad = self.inputs
         q, k = launch.queries, launch.keys
         rows = query[q], key[k], value[k], out, lse
-        return self._kernel.backward(launch, grad[q], None, *rows, self.sizes.head_dim**-0.5)
+        return self._kernel.backward(launch, (grad[q], None), rows, self.sizes.head_dim**-0.5)
 
     def _results(self) -> list[Tensor]:
         query, key, value, _ = self.inputs
@@ -203,7 +203,7 @@ def layer_of(what: str, whole: Whole, cp: ContextParallelHandler, attention: Att
 class OwnCalls:
     """A rank's kernel calls of one layer, alone, on buffers that exist."""
 
-    def __init__(self, run: Run, sizes: Sizes) -> None:
+    def __init__(self, run: PreparedLayer, sizes: Sizes) -> None:
         heads, kv_heads = heads_of(run, sizes)
         self._kernel, self._scale = run.kernel, run.scale
         self._query, self._grad = (sizes.randn(run.schedule.query_rows, heads) for _ in range(2))
@@ -221,20 +221,21 @@ class OwnCalls:
         for launch, key, value in self._calls:
             out, lse = self._forward(launch, key, value)
             rows = self._query[launch.queries], key, value, out, lse
-            self._kernel.backward(launch, self._grad[launch.queries], None, *rows, self._scale)
+            grads = self._grad[launch.queries], None
+            self._kernel.backward(launch, grads, rows, self._scale)
 
     def _forward(self, launch: Launch, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return self._kernel.forward(launch, self._query[launch.queries], key, value, self._scale)
 
 
-def run_of(cp: ContextParallelHandler, comm_type: str, sizes: Sizes) -> Run:
+def run_of(cp: ContextParallelHandler, comm_type: str, sizes: Sizes) -> PreparedLayer:
     """Return the preparation of a causal layer that has run."""
     words = cp._schedules.words_of(comm_type, -1, 0, (sizes.heads, sizes.kv_heads))
-    (run,) = prepared_of(words).runs.values()
+    (run,) = prepared_of(words).layers.values()
     return run
 
 
-def heads_of(run: Run, sizes: Sizes) -> tuple[int, int]:
+def heads_of(run: PreparedLayer, sizes: Sizes) -> tuple[int, int]:
     """Return the numbers of query and key-value heads that this rank computes."""
     if run.heads is None:
         return sizes.heads, sizes.kv_heads
@@ -242,7 +243,7 @@ def heads_of(run: Run, sizes: Sizes) -> tuple[int, int]:
     return own.stop - own.start, run.heads.key_count
 
 
-def bytes_received(run: Run, sizes: Sizes) -> tuple[int, int]:
+def bytes_received(run: PreparedLayer, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes that this rank receives in a layer's forward, and in both passes.
 
     Keys and values arrive once forward and once backward, and their gradients once. If rows are

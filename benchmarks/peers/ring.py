@@ -202,7 +202,7 @@ def _backward(
     for launch in part.launches:
         q, k = launch.queries, launch.keys
         tensors = (query[q], key[k], value[k], out[q], lse[q])
-        results.append(ring.kernel.backward(launch, grad_out[q], None, *tensors, scale))
+        results.append(ring.kernel.backward(launch, (grad_out[q], None), tensors, scale))
     queries, keys, values = zip(*results, strict=True)
     if len(results) == 1:
         return keys[0], values[0], queries[0]

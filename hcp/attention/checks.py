@@ -1,16 +1,26 @@
 """Checks of what a call of attention is given, and autocast.
 
-G key-value heads.
+T rows on this rank, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hcp._validate import is_finite, plain
+
+
+class Inputs(NamedTuple):
+    """The tensors that a layer's call is given: (T, H, D), (T, G, D), (T, G, E), (H,)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
 
 
 def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:
@@ -77,15 +87,9 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    rows: int,
-    device: torch.device,
-) -> None:
+def check(inputs: Inputs, rows: int, device: torch.device) -> None:
     """Raise ValueError unless the tensors are this rank's, (rows, heads, head_dim)."""
+    query, key, value, sinks = inputs
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise ValueError(
@@ -101,16 +105,10 @@ def check(
         _check_sinks(sinks, query)
 
 
-def check_latent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    rows: int,
-    device: torch.device,
-) -> None:
+def check_latent(inputs: Inputs, rows: int, device: torch.device) -> None:
     """Raise ValueError unless the tensors are this rank's: queries (rows, heads, head_dim), and
     latent rows as keys (rows, 1, width) with values of no elements."""
+    query, key, _, sinks = inputs
     if query.dim() != 3 or query.shape[1] < 1:
         raise ValueError(f"query has shape {tuple(query.shape)}, expected (rows, heads, head_dim)")
     if key.dim() != 3 or key.shape[2] < 1:

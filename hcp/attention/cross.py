@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hcp import _core, ops
-from hcp.attention.checks import check, check_options, scale_of, window_of
+from hcp.attention.checks import Inputs, check, check_options, scale_of, window_of
 from hcp.attention.kernels import (
     Choice,
     Kernel,
@@ -131,16 +131,11 @@ class _Attend(torch.autograd.Function):
         parts = [
             ctx.kernel.backward(
                 launch,
-                grad_out[launch.queries],
-                None if grad_lse is None else grad_lse[launch.queries],
-                query[launch.queries],
-                key[launch.keys],
-                value[launch.keys],
-                out[launch.queries],
-                lse[launch.queries],
+                (grad_out[q], None if grad_lse is None else grad_lse[q]),
+                (query[q], key[k], value[k], out[q], lse[q]),
                 ctx.scale,
             )
-            for launch in blocks.launch_list
+            for launch, q, k in ((x, x.queries, x.keys) for x in blocks.launch_list)
         ]
         placed = (
             (query, blocks.query_runs, blocks.query_rows),
@@ -225,7 +220,7 @@ def _cross_attention(
     number: int,
     layer: LayerName,
 ) -> tuple[Tensor, Tensor]:
-    check(query[:0], key[:0], value[:0], sinks, 0, transport.device)
+    check(Inputs(query[:0], key[:0], value[:0], sinks), 0, transport.device)
     for name, x, rows in (("key", key, route.source_rows), ("value", value, route.source_rows)):
         if x.shape[0] != rows:
             raise ValueError(

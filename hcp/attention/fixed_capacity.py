@@ -18,7 +18,15 @@ from torch import Tensor
 
 from hcp import _core
 from hcp.attention.block_exchange import block_exchange
-from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, wide
+from hcp.attention.kernels import (
+    Attended,
+    Choice,
+    Kernel,
+    Launch,
+    ResultGrads,
+    kernel_for,
+    wide,
+)
 from hcp.errors import HcpError
 from hcp.exchange.agreement import BACKWARD, FORWARD, Kind, Stamp, agree_once, rows_like
 from hcp.exchange.layout import tensor_of
@@ -120,17 +128,9 @@ class Dense:
         return out.transpose(0, 1).contiguous(), lse.t()
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        (grad_out, _), (query, key, value, out, lse) = grads, attended
         scores = self._scores(launch, query, key, scale)
         weights = self._weights(scores, lse.t())
         grad = grad_out.transpose(0, 1)
@@ -302,7 +302,9 @@ class FixedCall(torch.autograd.Function):
         of.expect_loaded(ctx.loaded)
         stamp = of.stamp(ctx.number, BACKWARD)
         keys, values = of.seen_keys(key, value, stamp)
-        given = grad_out.contiguous(), None, query, keys, values, out, lse, of.scale
-        grad_query, grad_key, grad_value = of.kernel.backward(of.launch, *given)
+        attended = query, keys, values, out, lse
+        grad_query, grad_key, grad_value = of.kernel.backward(
+            of.launch, (grad_out.contiguous(), None), attended, of.scale
+        )
         own = of.returned(grad_key, grad_value, stamp)
         return _cleared(grad_query, of.tables.empty), *own, None, None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.attention.head_shares import key_heads, split
-from hcp.attention.kernels import Kernel, Launch, wide
+from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, wide
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import HeadMoves, Move
 from hcp.exchange.transport import Transport
@@ -266,21 +266,11 @@ class _Repeated:
         return self._kernel.forward(launch, query, keys, values, scale)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = self._repeat(key), self._repeat(value)
-        grad_query, grad_keys, grad_values = self._kernel.backward(
-            launch, grad_out, grad_lse, query, keys, values, out, lse, scale
-        )
+        query, key, value, out, lse = attended
+        repeated = query, self._repeat(key), self._repeat(value), out, lse
+        grad_query, grad_keys, grad_values = self._kernel.backward(launch, grads, repeated, scale)
         return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
 
     def _index_on(self, device: torch.device) -> Tensor:

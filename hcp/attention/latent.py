@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hcp.attention.kernels import Kernel, Launch
-from hcp.attention.layer import Layer, backward, forward, run_of
-from hcp.attention.prepared import Prepared, Run
-from hcp.exchange.agreement import LayerName
+from hcp.attention.checks import Inputs
+from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads
+from hcp.attention.layer import backward, forward
+from hcp.attention.prepared import LayerCall, PreparedLayer, layer_of
 from hcp.exchange.units import expect_no_unit, without_units
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -82,26 +82,13 @@ def parameters_of(expand: Expand, given: Sequence[Tensor] | None) -> tuple[Tenso
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layer: Layer,
-    prepared: Prepared,
-    expand: Expand,
-    parameters: tuple[Tensor, ...],
-    number: int,
-    name: LayerName,
+    inputs: Inputs, call: LayerCall, expand: Expand, parameters: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """Attend from this rank's rows to whole sequences: (T, H, D) and latent rows, as
-    ``as_key_and_value`` gives them, to (T, H, E); and its log-sum-exp (T, H).
-
-    Other arguments: as in :func:`hcp.attention.layer.attention`.
-    """
+    ``as_key_and_value`` gives them, to (T, H, E); and its log-sum-exp (T, H)."""
     expect_no_unit("expand", expand)
-    expansion = Expansion(expand, parameters, _autocast_of(query))
-    how = layer, prepared, expansion, number, name
-    out, lse = _LatentAttention.apply(query, key, value, sinks, how, *parameters)  # type: ignore[no-untyped-call]
+    expansion = Expansion(expand, parameters, _autocast_of(inputs.query))
+    out, lse = _LatentAttention.apply(*inputs, (call, expansion), *parameters)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -281,24 +268,16 @@ class _Expanding:
         return self._kernel.forward(launch, query, keys, values, scale)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, out, lse = attended
         rows, keys, values, used = self._expansion.differentiable(key.squeeze(1), query)
         self._expect_apart(used)
-        given = grad_out, grad_lse, query, keys.detach(), values.detach(), out, lse, scale
-        grad_query, grad_key, grad_value = self._kernel.backward(launch, *given)
-        grads = _of_entries(launch, grad_key), _of_entries(launch, grad_value)
+        expanded = query, keys.detach(), values.detach(), out, lse
+        grad_query, grad_key, grad_value = self._kernel.backward(launch, grads, expanded, scale)
+        of_rows = _of_entries(launch, grad_key), _of_entries(launch, grad_value)
         taken = [
-            (x, grad) for x, grad in zip((keys, values), grads, strict=True) if x.requires_grad
+            (x, grad) for x, grad in zip((keys, values), of_rows, strict=True) if x.requires_grad
         ]
         outputs, gradients = zip(*taken, strict=True) if taken else ((), ())
         grad_rows: Tensor | None = None
@@ -348,19 +327,19 @@ class _LatentAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        how: tuple[Layer, Prepared, Expansion, int, LayerName],
+        how: tuple[LayerCall, Expansion],
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        layer, prepared, expansion, number, name = how
-        given = query, key, value, sinks
-        run = run_of(prepared, *given, layer, None, number, name, latent=True)
-        kernel = _Expanding(run.kernel, expansion)
-        out, lse, *_ = forward(run._replace(kernel=kernel), *given, None, number, name)
+        call, expansion = how
+        inputs = Inputs(query, key, value, sinks)
+        layer = layer_of(call, inputs, latent=True)
+        kernel = _Expanding(layer.kernel, expansion)
+        out, lse, *_ = forward(layer._replace(kernel=kernel), call, inputs)
         if not kernel.value_dim:  # no rows, or none that sees a key: no launch
             _, values = expansion.of(key.new_zeros(1, key.shape[2]), query)
             out = out.new_zeros(*out.shape[:2], values.shape[2])
         ctx.save_for_backward(query, key, value, sinks, out, lse, *parameters)
-        ctx.run, ctx.how = run, how
+        ctx.layer, ctx.how = layer, how
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
         return out, lse
 
@@ -368,14 +347,13 @@ class _LatentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse, *_ = ctx.saved_tensors
-        _, _, expansion, number, name = ctx.how
+        call, expansion = ctx.how
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        kernel = _Expanding(ctx.run.kernel, expansion)
-        run: Run = ctx.run._replace(kernel=kernel)
-        grads = backward(
-            run, grad_out, grad_lse, query, key, value, sinks, out, lse, None, number, name
-        )
+        kernel = _Expanding(ctx.layer.kernel, expansion)
+        layer: PreparedLayer = ctx.layer._replace(kernel=kernel)
+        attended = query, key, value, out, lse
+        grads = backward(layer, call, attended, sinks, (grad_out, grad_lse))
         own = [
             torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
             for parameter, total in zip(expansion.parameters, kernel.sums, strict=True)

@@ -15,56 +15,34 @@ a launch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
-from hcp.attention.checks import as_autocast
+from hcp.attention.checks import Inputs, as_autocast
 from hcp.attention.head_exchange import HeadExchange
-from hcp.attention.kernels import Choice, Launch, scores_of_sinks, wide
+from hcp.attention.kernels import Attended, Launch, ResultGrads, scores_of_sinks, wide
 from hcp.attention.key_transfer import cut, rotated_back, summed
-from hcp.attention.prepared import Prepared, Run, make_run
+from hcp.attention.prepared import LayerCall, LayerOptions, PreparedLayer, layer_of
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
 
 
-class Layer(NamedTuple):
-    """A layer's options, in types that compilers know: see ``operator``."""
-
-    words: Tensor
-    """Its schedule."""
-    scale: float
-    choice: Choice
-
-
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layer: Layer,
-    prepared: Prepared,
-    rotary: Rotary | None,
-    number: int,
-    name: LayerName,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: LayerCall
 ) -> tuple[Tensor, Tensor]:
     """Attend from this rank's rows to the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
     (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
 
-    With ``rotary``, queries and keys are rotated first, in fewer passes: keys on their way into
-    what is sent, and summed gradients are rotated back before they are rounded.
-
-    ``prepared``: of the layer's words. ``number``: of the call in its handler. ``name``: what its
-    caller names the layer by.
+    With ``call.rotary``, queries and keys are rotated first, in fewer passes: keys on their way
+    into what is sent, and summed gradients are rotated back before they are rounded.
 
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
-    # What is no tensor in one argument: autograd looks at each.
-    how = layer, prepared, rotary, number, name
-    out, lse = _Attention.apply(query, key, value, sinks, how)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -113,74 +91,45 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        how: tuple[Layer, Prepared, Rotary | None, int, LayerName],
+        call: LayerCall,
     ) -> tuple[Tensor, Tensor]:
-        layer, prepared, rotary, number, name = how
-        given = query, key, value, sinks
+        inputs = Inputs(query, key, value, sinks)
         with torch._C._AutoDispatchBelowAutograd():
-            run = run_of(prepared, *given, layer, rotary, number, name)
-            out, lse, query, key = forward(run, *given, rotary, number, name)
-            if rotary is not None and any(ctx.needs_input_grad):
+            layer = layer_of(call, inputs)
+            out, lse, query, key = forward(layer, call, inputs)
+            if call.rotary is not None and any(ctx.needs_input_grad):
                 value = without_others(value)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.run, ctx.how = run, how
+        ctx.layer, ctx.call = layer, call
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        layer, _, rotary, number, name = ctx.how
+        call: LayerCall = ctx.call
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        given = grad_out, grad_lse, query, key, value, sinks, out, lse
         if torch.is_grad_enabled() or is_watched(query, key, value):  # no second derivative
-            numbered = torch.tensor([number], device="cpu")
+            given = grad_out, grad_lse, query, key, value, sinks, out, lse, call.options.words
+            number = torch.tensor([call.number], device="cpu")
             *grads, grad_sinks = torch.ops.hcp.attention_backward(
-                *given, layer.words, numbered, *options_of(layer, rotary), name_of(name)
+                *given, number, *flat_options(call.options, call.rotary), flat_name(call.name)
             )
             return *grads, None if sinks is None else grad_sinks, None
+        attended = query, key, value, out, lse
         with torch._C._AutoDispatchBelowAutograd():
-            return *backward(ctx.run, *given, rotary, number, name), None
+            return *backward(ctx.layer, call, attended, sinks, (grad_out, grad_lse)), None
 
 
-def options_of(layer: Layer, rotary: Rotary | None) -> tuple[Any, ...]:
+def flat_options(options: LayerOptions, rotary: Rotary | None) -> tuple[Any, ...]:
     """Scale, rotation and kernel, as operators take them."""
-    return layer.scale, *(rotary or NO_ROTATION), *layer.choice
+    return options.scale, *(rotary or NO_ROTATION), *options.choice
 
 
-def name_of(name: LayerName) -> str:
+def flat_name(name: LayerName) -> str:
     """A layer's name, as operators take it."""
     return "" if name is None else str(name)
-
-
-def run_of(
-    prepared: Prepared,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layer: Layer,
-    rotary: Rotary | None,
-    number: int = 0,
-    name: LayerName = None,
-    *,
-    latent: bool = False,
-) -> Run:
-    """Return the prepared run of a call. The first call of a kind is checked here, and compared
-    with the peers unless it is a backward's (``number`` 0). ``latent``: see
-    ``hcp.attention.latent``."""
-    scale, choice, rotated = layer.scale, layer.choice, rotary is not None
-    like = (
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, scale, choice, rotated, latent),
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-    )
-    run = prepared.runs.get(like)
-    if run is None:
-        given = query, key, value, sinks, scale, choice, rotated
-        run = prepared.runs[like] = make_run(prepared, *given, number, name, latent)
-    return run
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -188,86 +137,76 @@ def run_of(
 
 @ranged("hcp: attention")
 def forward(
-    run: Run,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    rotary: Rotary | None,
-    number: int,
-    name: LayerName,
+    layer: PreparedLayer, call: LayerCall, inputs: Inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, and the queries and keys that attention saw: rotated."""
-    stamp = Stamp(run.kind, number, layer=name)
-    if run.parts:
-        if rotary is not None:
-            query, key = rotary.rotate(query), rotary.rotate(key)
-        return *_forward_in_parts(run, stamp, query, key, value, sinks), query, key
-    return _forward(run, stamp, query, key, value, sinks, rotary)
+    stamp, rotary = Stamp(layer.kind, call.number, layer=call.name), call.rotary
+    if not layer.chunks:
+        return _forward(layer, stamp, inputs, rotary)
+    query, key, value, sinks = inputs
+    if rotary is not None:
+        query, key = rotary.rotate(query), rotary.rotate(key)
+    rotated = Inputs(query, key, value, sinks)
+    return *_forward_in_chunks(layer, stamp, rotated), query, key
 
 
-def _forward_in_parts(
-    run: Run, stamp: Stamp, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward_in_chunks(layer: PreparedLayer, stamp: Stamp, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of some heads after others, whose buffers leave with them."""
+    query, key, value, sinks = inputs
     out = lse = query.new_empty(0)
-    for queries, keys, part in run.parts:
-        own = query[:, queries], key[:, keys], value[:, keys]
+    for queries, keys, chunk in layer.chunks:
         own_sinks = None if sinks is None else sinks[queries]
-        part_out, part_lse, *_ = _forward(part, stamp, *own, own_sinks, None)
+        own = Inputs(query[:, queries], key[:, keys], value[:, keys], own_sinks)
+        own_out, own_lse, *_ = _forward(chunk, stamp, own, None)
         if queries.start == 0:
             heads = *query.shape[:2], value.shape[2]
-            out, lse = part_out.new_empty(heads), part_lse.new_empty(heads[:2])
-        out[:, queries], lse[:, queries] = part_out, part_lse
-        del part_out, part_lse
+            out, lse = own_out.new_empty(heads), own_lse.new_empty(heads[:2])
+        out[:, queries], lse[:, queries] = own_out, own_lse
+        del own_out, own_lse
     return out, lse
 
 
 def _forward(
-    run: Run,
-    stamp: Stamp,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    rotary: Rotary | None,
+    layer: PreparedLayer, stamp: Stamp, inputs: Inputs, rotary: Rotary | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, sinks = inputs
     if rotary is not None:
         query = rotary.rotate(query)
-    if run.heads is None:
-        key, arriving = _sent_keys(run, stamp, key, value, rotary)
-        out, lse = _forward_rows(run, query, value, sinks, arriving)
+    if layer.heads is None:
+        key, arriving = _sent_keys(layer, stamp, key, value, rotary)
+        out, lse = _forward_rows(layer, query, value, sinks, arriving)
     else:
         if rotary is not None:
             key = rotary.rotate(key)
-        out, lse = _forward_heads(run, run.heads, stamp, query, key, value, sinks)
+        rotated = Inputs(query, key, value, sinks)
+        out, lse = _forward_heads(layer, layer.heads, stamp, rotated)
     return out, lse, query, key
 
 
 def _sent_keys(
-    run: Run, stamp: Stamp, key: Tensor, value: Tensor, rotary: Rotary | None
+    layer: PreparedLayer, stamp: Stamp, key: Tensor, value: Tensor, rotary: Rotary | None
 ) -> tuple[Tensor, Iterator[list[Tensor]]]:
     """Keys, rotated, and those of each stage as they arrive."""
     sent: Tensor | None = None
-    if rotary is not None and run.packs:
-        stage = run.schedule.stages[1]
+    if rotary is not None and layer.packs:
+        stage = layer.schedule.stages[1]
         key, sent = torch.ops.hcp.rotate_pack.default(
             key, *rotary, [dense_heads(value.flatten(1))], stage.pack, stage.sent_rows
         )
     elif rotary is not None:
         key = rotary.rotate(key)
-    return key, run.transfer.keys(key, value, sent, stamp)
+    return key, layer.transfer.keys(key, value, sent, stamp)
 
 
 def _forward_rows(
-    run: Run,
+    layer: PreparedLayer,
     query: Tensor,
     value: Tensor,
     sinks: Tensor | None,
     arriving: Iterator[list[Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys as they arrive, and merge."""
-    launches, rows = run.launches, run.schedule.query_rows
+    launches, rows = layer.launches, layer.schedule.query_rows
     queries = iter(cut([query], launches.query_cuts, launches.number))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -275,7 +214,7 @@ def _forward_rows(
     total_lse: Tensor | None = None
     stages = zip(launches.stages, launches.running_runs, arriving, strict=True)
     for stage, runs, keys in stages:
-        _attend(run, stage, queries, keys, outs, lses)
+        _attend(layer, stage, queries, keys, outs, lses)
         if runs is not None:
             if total is None:
                 total = new_total(outs[0], rows)
@@ -297,7 +236,7 @@ def _forward_rows(
 
 
 def _attend(
-    run: Run,
+    layer: PreparedLayer,
     stage: list[Launch],
     queries: Iterator[Tensor],
     keys: list[Tensor],
@@ -305,7 +244,7 @@ def _attend(
     lses: list[Tensor],
 ) -> None:
     """Add what a stage's launches give. Its keys leave with them."""
-    forward, scale = run.kernel.forward, run.scale
+    forward, scale = layer.kernel.forward, layer.scale
     for i, launch in enumerate(stage):
         out, lse = forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
         outs.append(out)
@@ -353,36 +292,30 @@ def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @ranged("hcp: attention backward")
 def backward(
-    run: Run,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    layer: PreparedLayer,
+    call: LayerCall,
+    attended: Attended,
     sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rotary: Rotary | None,
-    number: int,
-    name: LayerName,
+    grads: ResultGrads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of the queries, keys and values that were given, before any rotation, and of
     the sinks."""
+    (grad_out, grad_lse), (query, key, value, out, lse) = grads, attended
     if grad_out.stride(-1) != 1:  # kernels ignore it, and a gradient may come expanded from a sum
         grad_out = grad_out.contiguous()
     # What travels depends on it.
     passed = BACKWARD if grad_lse is None else BACKWARD_WITH_LSE
-    stamp = Stamp(run.kind, number, passed, name)
+    stamp = Stamp(layer.kind, call.number, passed, call.name)
     by_query = [grad_out, query, out, lse, *([] if grad_lse is None else [grad_lse])]
-    compute = _backward_in_parts if run.parts else _backward
-    grads = compute(run, stamp, by_query, key, value, rotary)
+    compute = _backward_in_chunks if layer.chunks else _backward
+    found = compute(layer, stamp, by_query, key, value, call.rotary)
     if sinks is None:
-        return *grads, None
-    return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
+        return *found, None
+    return *found, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
 
 
-def _backward_in_parts(
-    run: Run,
+def _backward_in_chunks(
+    layer: PreparedLayer,
     stamp: Stamp,
     by_query: list[Tensor],
     key: Tensor,
@@ -390,16 +323,16 @@ def _backward_in_parts(
     rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (by_query[1], key, value))
-    for queries, keys, part in run.parts:
+    for queries, keys, chunk in layer.chunks:
         own = [x[:, queries].contiguous() for x in by_query]
-        found = _backward(part, stamp, own, key[:, keys], value[:, keys], rotary)
+        found = _backward(chunk, stamp, own, key[:, keys], value[:, keys], rotary)
         grad_query[:, queries], grad_key[:, keys], grad_value[:, keys] = found
         del own, found
     return grad_query, grad_key, grad_value
 
 
 def _backward(
-    run: Run,
+    layer: PreparedLayer,
     stamp: Stamp,
     by_query: list[Tensor],
     key: Tensor,
@@ -408,15 +341,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, before any rotation. ``by_query``: grad_out, query,
     out, lse and, where there is one, grad_lse."""
-    if run.heads is None:
-        return _backward_rows(run, stamp, by_query, key, value, rotary)
+    if layer.heads is None:
+        return _backward_rows(layer, stamp, by_query, key, value, rotary)
     given = stamp, by_query, key, value
-    grad_query, grad_key, grad_value = _backward_heads(run, run.heads, *given)
+    grad_query, grad_key, grad_value = _backward_heads(layer, layer.heads, *given)
     return rotated_back(grad_query, rotary), rotated_back(grad_key, rotary), grad_value
 
 
 def _backward_rows(
-    run: Run,
+    layer: PreparedLayer,
     stamp: Stamp,
     by_query: list[Tensor],
     key: Tensor,
@@ -424,15 +357,15 @@ def _backward_rows(
     rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, those of others' keys returned to their owners."""
-    launches, count = run.launches, run.schedule.query_rows
+    launches, count = layer.launches, layer.schedule.query_rows
     rows = iter(cut(by_query, launches.query_cuts, launches.number))
     grad_queries: list[Tensor] = []
     grads: list[Tensor] = []
     total: Tensor | None = None
-    arriving = run.transfer.keys(key, value, None, stamp)
+    arriving = layer.transfer.keys(key, value, None, stamp)
     stages = zip(launches.stages, launches.running_runs, arriving, strict=True)
     for stage, runs, keys in stages:
-        _attend_back(run, stage, rows, len(by_query) == 5, keys, grad_queries, grads)
+        _attend_back(layer, stage, rows, len(by_query) == 5, keys, grad_queries, grads)
         if runs is not None:
             begun = total is not None
             if total is None:
@@ -441,10 +374,10 @@ def _backward_rows(
             grad_queries.clear()
     if launches.one_launch:
         return rotated_back(grad_queries[0], rotary), rotated_back(grads[0], rotary), grads[1]
-    if not grads and len(run.schedule.stages) == 1:
+    if not grads and len(layer.schedule.stages) == 1:
         return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
     # Queries that see nothing give no gradients, but others may have some for this rank's keys.
-    returned = run.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
+    returned = layer.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
     # Meanwhile:
     if total is None:
         parts = grad_queries or [by_query[1][:0]]
@@ -460,7 +393,7 @@ def _backward_rows(
 
 
 def _attend_back(
-    run: Run,
+    layer: PreparedLayer,
     stage: list[Launch],
     rows: Iterator[Tensor],
     with_lse: bool,
@@ -470,12 +403,12 @@ def _attend_back(
 ) -> None:
     """Add the gradients of a stage's launches: of queries, of keys and values. Its keys leave with
     them."""
-    backward, scale = run.kernel.backward, run.scale
+    backward, scale = layer.kernel.backward, layer.scale
     for i, launch in enumerate(stage):
         grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
         grad_lse = next(rows) if with_lse else None
-        given = grad_out, grad_lse, query, keys[2 * i], keys[2 * i + 1], out, lse, scale
-        grad_query, *others = backward(launch, *given)
+        attended = query, keys[2 * i], keys[2 * i + 1], out, lse
+        grad_query, *others = backward(launch, (grad_out, grad_lse), attended, scale)
         grad_queries.append(grad_query)
         grads += others
     keys.clear()
@@ -498,50 +431,49 @@ def _sinks_backward(
 
 
 def _forward_heads(
-    run: Run,
-    heads: HeadExchange,
-    stamp: Stamp,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
+    layer: PreparedLayer, heads: HeadExchange, stamp: Stamp, inputs: Inputs
 ) -> tuple[Tensor, Tensor]:
-    result = _own_heads(run, heads, stamp, query, key, value, sinks)
+    result = _own_heads(layer, heads, stamp, inputs)
     out, lse = heads.to_rows(result, [], 0, stamp)
     return out, lse
 
 
 def _own_heads(
-    run: Run,
-    heads: HeadExchange,
-    stamp: Stamp,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
+    layer: PreparedLayer, heads: HeadExchange, stamp: Stamp, inputs: Inputs
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of this rank's heads. Their queries, keys and values leave with it."""
+    query, key, value, sinks = inputs
     whole_query, whole_key, whole_value = heads.to_heads([query], [key, value], stamp)
     if whole_query.shape[1] == 0:  # nor has any rank of the ring
         return empty_result(whole_query, whole_value)
     own_sinks = None if sinks is None else sinks[heads.own]
-    arriving = run.transfer.keys(whole_key, whole_value, None, stamp)
-    return _forward_rows(run, whole_query, whole_value, own_sinks, arriving)
+    arriving = layer.transfer.keys(whole_key, whole_value, None, stamp)
+    return _forward_rows(layer, whole_query, whole_value, own_sinks, arriving)
 
 
 def _backward_heads(
-    run: Run, heads: HeadExchange, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
+    layer: PreparedLayer,
+    heads: HeadExchange,
+    stamp: Stamp,
+    by_query: list[Tensor],
+    key: Tensor,
+    value: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    own_query, *own_keys = _own_heads_back(run, heads, stamp, by_query, key, value)
+    own_query, *own_keys = _own_heads_back(layer, heads, stamp, by_query, key, value)
     grad_query, grad_key, grad_value = heads.to_rows([own_query], own_keys, key.shape[1], stamp)
     return grad_query, grad_key, grad_value
 
 
 def _own_heads_back(
-    run: Run, heads: HeadExchange, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
+    layer: PreparedLayer,
+    heads: HeadExchange,
+    stamp: Stamp,
+    by_query: list[Tensor],
+    key: Tensor,
+    value: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's heads. What they are of leaves with it."""
     *wholes, whole_key, whole_value = heads.to_heads(by_query, [key, value], stamp)
     if wholes[1].shape[1] == 0:
         return wholes[1], whole_key, whole_value  # empty
-    return _backward_rows(run, stamp, wholes, whole_key, whole_value, None)
+    return _backward_rows(layer, stamp, wholes, whole_key, whole_value, None)

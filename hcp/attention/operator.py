@@ -8,22 +8,17 @@ T rows on this rank, H query heads, G key-value heads, D head size, E head size 
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
+from hcp.attention.checks import Inputs
 from hcp.attention.kernels import Choice, families
-from hcp.attention.layer import (
-    Layer,
-    backward,
-    empty_result,
-    forward,
-    name_of,
-    options_of,
-    run_of,
-)
-from hcp.attention.prepared import prepared_of
+from hcp.attention.layer import backward, empty_result, flat_name, flat_options, forward
+from hcp.attention.prepared import LayerCall, LayerOptions, layer_of, prepared_of
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 from hcp.ops import register_shapes
@@ -34,15 +29,78 @@ def attention(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    layer: Layer,
+    options: LayerOptions,
     rotary: Rotary | None,
     number: int = 0,
     name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer.attention``. Without a number, a call gets the next of its handler."""
-    given = query, key, value, sinks, layer.words, *options_of(layer, rotary)
-    out, lse, *_ = torch.ops.hcp.attention(*given, number, name_of(name))
+    given = query, key, value, sinks, options.words, *flat_options(options, rotary)
+    out, lse, *_ = torch.ops.hcp.attention(*given, number, flat_name(name))
     return out, lse
+
+
+class Arguments(NamedTuple):
+    """What the operator is given. The dispatcher gives it flat, without those at the end that have
+    their defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    words: Tensor
+    scale: float
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    family: str = "auto"
+    softcap: float = 0.0
+    number: int = 0
+    name: str = ""
+
+
+class BackwardArguments(NamedTuple):
+    """The same of its backward."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    words: Tensor
+    number: Tensor
+    scale: float
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    family: str = "auto"
+    softcap: float = 0.0
+    name: str = ""
+
+
+def _taking(arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a function say that it takes these arguments, one by one, for the operator's schema."""
+
+    def say(run: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=arguments._field_defaults.get(name, inspect.Parameter.empty),
+                annotation=hint,
+            )
+            for name, hint in get_type_hints(arguments).items()
+        ]
+        returned = get_type_hints(run)["return"]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            parameters, return_annotation=returned
+        )
+        return run
+
+    return say
 
 
 def _expect_tensors(**given: Tensor | None) -> None:
@@ -68,10 +126,13 @@ def _expect_like(
         )
 
 
-def _layer_of(words: Tensor, scale: float, family: str, softcap: float) -> Layer:
-    if family not in families():
-        raise ValueError(f"family is {family!r}, expected one of {sorted(families())}")
-    return Layer(words, scale, Choice(family, softcap))
+def _call_of(given: Arguments | BackwardArguments, number: int) -> LayerCall:
+    if given.family not in families():
+        raise ValueError(f"family is {given.family!r}, expected one of {sorted(families())}")
+    options = LayerOptions(given.words, given.scale, Choice(given.family, given.softcap))
+    rotary = _rotary_of(given.cos, given.sin, given.interleaved)
+    prepared = prepared_of(given.words)
+    return LayerCall(options, prepared, rotary, number, given.name or None)
 
 
 def _rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Rotary | None:
@@ -83,72 +144,39 @@ def _rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Rot
     return Rotary(cos, sin, interleaved)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    words: Tensor,
-    scale: float,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    family: str = "auto",
-    softcap: float = 0.0,
-    number: int = 0,
-    name: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@_taking(Arguments)
+def _attention(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, queries and keys rotated (nothing, where they are not), and the number
     of the call."""
+    given = Arguments(*flat)
+    query, key, value, words = given.query, given.key, given.value, given.words
     _expect_tensors(query=query, key=key, value=value, words=words)
-    layer, rotary = _layer_of(words, scale, family, softcap), _rotary_of(cos, sin, interleaved)
-    prepared, given = prepared_of(words), (query, key, value, sinks)
-    call = number or next(prepared.numbers), name or None
-    run = run_of(prepared, *given, layer, rotary, *call)
-    out, lse, rotated_query, rotated_key = forward(run, *given, rotary, *call)
-    if rotary is None:  # an operator must not give back what it was given
+    call, inputs = _call_of(given, given.number), Inputs(*given[:4])
+    if not call.number:
+        call = call._replace(number=next(call.prepared.numbers))
+    layer = layer_of(call, inputs)
+    out, lse, rotated_query, rotated_key = forward(layer, call, inputs)
+    if call.rotary is None:  # an operator must not give back what it was given
         rotated_query, rotated_key = query.new_empty(0), key.new_empty(0)
     # A compiler takes the fake's strides for true; kernels have their own.
-    numbered = torch.tensor([call[0]], device="cpu")
-    return out.contiguous(), lse.contiguous(), rotated_query, rotated_key, numbered
+    number = torch.tensor([call.number], device="cpu")
+    return out.contiguous(), lse.contiguous(), rotated_query, rotated_key, number
 
 
-def _attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    words: Tensor,
-    scale: float,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shapes = [0 if cos is None else rows.shape for rows in (query, key)]
-    rotated = query.new_empty(shapes[0]), key.new_empty(shapes[1])
-    return *empty_result(query, value), *rotated, torch.empty(1, dtype=torch.int64, device="cpu")
+def _attention_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = Arguments(*flat)
+    rotated = [
+        rows.new_empty(0 if given.cos is None else rows.shape) for rows in (given.query, given.key)
+    ]
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+    return *empty_result(given.query, given.value), rotated[0], rotated[1], number
 
 
-def _attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    number: Tensor,
-    scale: float,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    family: str = "auto",
-    softcap: float = 0.0,
-    name: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_taking(BackwardArguments)
+def _attention_backward(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the queries and keys that were given, before any rotation."""
+    given = BackwardArguments(*flat)
+    grad_out, grad_lse, query, key, value, sinks, out, lse, words, number, *_ = given
     _expect_tensors(
         grad_out=grad_out,
         query=query,
@@ -158,16 +186,15 @@ def _attention_backward(
         lse=lse,
         words=words,
     )
-    layer, rotary = _layer_of(words, scale, family, softcap), _rotary_of(cos, sin, interleaved)
-    given = query, key, value, sinks
-    run = run_of(prepared_of(words), *given, layer, rotary)
+    call = _call_of(given, int(number))
+    layer = layer_of(call._replace(number=0), Inputs(query, key, value, sinks))
     rows, heads, _ = query.shape
     for what, result in (("out", out), ("grad_out", grad_out)):
         _expect_like(what, result, query, (rows, heads, value.shape[2]), (query.dtype,))
     for what, sums in (("lse", lse), ("grad_lse", grad_lse)):
         _expect_like(what, sums, query, (rows, heads), (torch.float32, torch.float64))
-    call = int(number), name or None
-    *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, rotary, *call)
+    attended = query, key, value, out, lse
+    *grads, grad_sinks = backward(layer, call, attended, sinks, (grad_out, grad_lse))
     # A compiler was told of strides: see _attention_backward_fake.
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
     if grad_sinks is None:  # an operator gives a tensor
@@ -175,22 +202,11 @@ def _attention_backward(
     return grad_query, grad_key, grad_value, grad_sinks
 
 
-def _attention_backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        value.new_empty(value.shape),
-        out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
-    )
+def _attention_backward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = BackwardArguments(*flat)
+    query, key, value = (x.new_empty(x.shape) for x in (given.query, given.key, given.value))
+    sinks = given.out.new_empty(0) if given.sinks is None else torch.empty_like(given.sinks)
+    return query, key, value, sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,19 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.checks import check, check_latent
+from hcp.attention.checks import Inputs, check, check_latent
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.head_shares import split
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for
 from hcp.attention.key_transfer import KeyTransfer, transfer_of
+from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import Kind, LayerName, Stamp, agree_once, rows_like
 from hcp.exchange.tables import Move, Schedule
 from hcp.exchange.transport import Transport, transport_of
 
 
-class Run(NamedTuple):
-    """The preparation of one kind of calls under a schedule."""
+class PreparedLayer(NamedTuple):
+    """What layers of one kind share under a schedule: they differ in their rows alone."""
 
     schedule: Schedule
     kernel: Kernel
@@ -35,16 +36,16 @@ class Run(NamedTuple):
     """None where rows stay: there is nobody to exchange heads with."""
     packs: bool
     """Whether what the first exchange sends can be packed while keys are rotated."""
-    parts: Sequence[Part]
-    """Chunks of heads, computed one after the other. Empty where all are computed at once."""
+    chunks: Sequence[HeadChunk]
+    """Heads that are computed one after the other. Empty where all are computed at once."""
 
 
-class Part(NamedTuple):
-    """Some of the heads of a run."""
+class HeadChunk(NamedTuple):
+    """Some of the heads of a layer, and the layer that they are."""
 
     queries: slice
     keys: slice
-    run: Run
+    layer: PreparedLayer
 
 
 class Prepared:
@@ -52,7 +53,7 @@ class Prepared:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.runs: dict[tuple[object, ...], Run] = {}
+        self.layers: dict[tuple[object, ...], PreparedLayer] = {}
         """The key is everything that distinguishes one kind of call from another."""
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
@@ -109,28 +110,62 @@ def _expect_words(words: Tensor) -> None:
         raise ValueError(f"words has {len(words)} items, expected those of a schedule")
 
 
-def make_run(
-    prepared: Prepared,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    choice: Choice,
-    rotated: bool,
-    number: int,
-    name: LayerName,
-    latent: bool = False,
-) -> Run:
-    """Check the first call of a kind and prepare for all calls like it. ``latent``: whether keys
-    are latent rows, see ``hcp.attention.latent``.
+class LayerOptions(NamedTuple):
+    """A layer's options, in types that compilers know: see ``operator``."""
 
-    The call is compared with the peers too, unless it is a backward's, which has no ``number``.
-    """
-    schedule = prepared.schedule
+    words: Tensor
+    """Its schedule."""
+    scale: float
+    choice: Choice
+
+
+class LayerCall(NamedTuple):
+    """A call of a layer without its tensors. It travels from the handler to the kernels."""
+
+    options: LayerOptions
+    prepared: Prepared
+    """Of the options' words."""
+    rotary: Rotary | None = None
+    number: int = 0
+    """Of the call in its handler. 0: a backward's, of which no rank compares anything."""
+    name: LayerName = None
+    """What its caller names the layer by."""
+
+
+def layer_of(call: LayerCall, inputs: Inputs, *, latent: bool = False) -> PreparedLayer:
+    """Return the layer of a call. The first call of a kind is checked here, and compared with the
+    peers. ``latent``: whether keys are latent rows, see ``hcp.attention.latent``."""
+    (query, key, value, sinks), options = inputs, call.options
+    like = (
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(options.scale, options.choice, call.rotary is not None, latent),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )
+    layer = call.prepared.layers.get(like)
+    if layer is None:
+        layer = call.prepared.layers[like] = _make_layer(call, inputs, latent)
+    return layer
+
+
+def _make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
+    """Check the first call of a kind, compare it with the peers, and prepare for all like it."""
+    schedule = call.prepared.schedule
     transport = transport_of(schedule.header.transport)
     checked = check_latent if latent else check
-    checked(query, key, value, sinks, schedule.rows, transport.device)
+    checked(inputs, schedule.rows, transport.device)
+    kind = _kind_of(call, inputs, latent)
+    # Signals between GPUs carry the stamp themselves.
+    signalled = schedule.header.in_place and schedule.head_moves is None
+    if call.number and not signalled:
+        agree_once(transport, call.prepared, Stamp(kind, call.number, layer=call.name))
+    chunks = [] if latent else _chunks(call, transport, kind, inputs)
+    return _layer(call, transport, kind, inputs, chunks)
+
+
+def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> Kind:
+    schedule, choice = call.prepared.schedule, call.options.choice
+    query, key, value, sinks = inputs
     kind = Kind(
         "attention",
         schedule.origin,
@@ -140,57 +175,49 @@ def make_run(
         causal=schedule.window[1] == 0,
         window_size=schedule.window,
         mask=None if schedule.header.mask < 0 else schedule.header.mask,
-        softmax_scale=scale,
+        softmax_scale=call.options.scale,
         softcap=choice.softcap,
         sinks=sinks is not None,
-        rotary_pos_emb=rotated,
+        rotary_pos_emb=call.rotary is not None,
         latent=latent or None,
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
         head_chunks=schedule.header.head_chunks if schedule.header.head_chunks > 1 else None,
     )
     kind.callers = schedule.callers
-    # Signals between GPUs carry the stamp themselves.
-    signalled = schedule.header.in_place and schedule.head_moves is None
-    if number and not signalled:
-        agree_once(transport, prepared, Stamp(kind, number, layer=name))
-    parts: list[Part] = []
-    if not latent:
-        runs: dict[int, Run] = {}  # chunks of as many heads are computed alike
-        for queries, keys in _chunks(schedule, query.shape[1], key.shape[1]):
-            own = query[:, queries], key[:, keys], value[:, keys]
-            width = own[1].shape[1]
-            if width not in runs:
-                runs[width] = _run_of(prepared, transport, kind, *own, scale, choice)
-            parts.append(Part(queries, keys, runs[width]))
-    return _run_of(prepared, transport, kind, query, key, value, scale, choice, parts)
+    return kind
 
 
-def _chunks(schedule: Schedule, query_heads: int, key_heads: int) -> list[tuple[slice, slice]]:
-    """Query heads and key-value heads of each chunk; nothing where all are computed at once."""
-    chunks = min(schedule.header.head_chunks, key_heads)
-    if chunks < 2:
+def _chunks(
+    call: LayerCall, transport: Transport, kind: Kind, inputs: Inputs
+) -> Sequence[HeadChunk]:
+    """Nothing where all heads are computed at once."""
+    query, key, value, sinks = inputs
+    count = min(call.prepared.schedule.header.head_chunks, key.shape[1])
+    if count < 2:
         return []
-    per_key = query_heads // key_heads
-    return [
-        (slice(keys.start * per_key, keys.stop * per_key), keys)
-        for keys in split(key_heads, chunks)
-    ]
+    per_key = query.shape[1] // key.shape[1]
+    layers: dict[int, PreparedLayer] = {}  # chunks of as many heads are computed alike
+    chunks: list[HeadChunk] = []
+    for keys in split(key.shape[1], count):
+        queries, width = slice(keys.start * per_key, keys.stop * per_key), keys.stop - keys.start
+        if width not in layers:
+            own = Inputs(query[:, queries], key[:, keys], value[:, keys], sinks)
+            layers[width] = _layer(call, transport, kind, own)
+        chunks.append(HeadChunk(queries, keys, layers[width]))
+    return chunks
 
 
-def _run_of(
-    prepared: Prepared,
+def _layer(
+    call: LayerCall,
     transport: Transport,
     kind: Kind,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    choice: Choice,
-    parts: Sequence[Part] = (),
-) -> Run:
+    inputs: Inputs,
+    chunks: Sequence[HeadChunk] = (),
+) -> PreparedLayer:
+    prepared, (query, key, value, _) = call.prepared, inputs
     schedule = prepared.schedule
-    kernel = kernel_for(query.device, query.dtype, choice)
+    kernel = kernel_for(query.device, query.dtype, call.options.choice)
     launches = prepared.launches_of(kernel)
     heads, groups = _heads_of(schedule, transport, query.shape[1], key.shape[1]), key.shape[1]
     if heads is not None:
@@ -200,7 +227,9 @@ def _run_of(
     received = _received_bytes(schedule, heads, query, key, value)
     prepared.layer_bytes = max(prepared.layer_bytes, received)
     packs = heads is None and len(schedule.stages) > 1 and not schedule.header.in_place
-    return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs, parts)
+    return PreparedLayer(
+        schedule, kernel, launches, transfer, call.options.scale, kind, heads, packs, chunks
+    )
 
 
 def _received_bytes(

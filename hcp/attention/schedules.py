@@ -12,13 +12,24 @@ from hcp import _core
 from hcp.attention import comm_types as comm
 from hcp.attention.checks import check_options, scale_of, window_of
 from hcp.attention.kernels import Choice
-from hcp.attention.layer import Layer
-from hcp.attention.prepared import Prepared, prepared_of
+from hcp.attention.prepared import LayerOptions, Prepared, prepared_of
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport, read_in_place
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
+
+
+class Asked(NamedTuple):
+    """The options of a call of attention, as its caller gave them."""
+
+    comm_type: str | None
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    mask: str | None
 
 
 class Limits(NamedTuple):
@@ -80,31 +91,21 @@ class Schedules:
                         for mask in self._layout.plan.masks or (None,):
                             self._prepare(name, self._limits(window, causal, mask), counts)
 
-    def layer_of(
-        self,
-        query: Tensor,
-        key: Tensor,
-        comm_type: str | None,
-        causal: bool,
-        window_size: tuple[int, int],
-        softmax_scale: float | None,
-        softcap: float,
-        dropout_p: float,
-        mask: str | None,
-        latent: bool = False,
-    ) -> Layer:
-        """The layer for a call with these options, which are checked. ``latent``: whether keys are
-        latent rows, which have no heads to exchange."""
-        check_options(softcap, dropout_p)
-        limits = self._limits(window_size, causal, mask)
-        scale = scale_of(query, softmax_scale)
+    def options_of(
+        self, query: Tensor, key: Tensor, asked: Asked, *, latent: bool = False
+    ) -> LayerOptions:
+        """The options of a layer for a call that asked for these, which are checked. ``latent``:
+        whether keys are latent rows, which have no heads to exchange."""
+        check_options(asked.softcap, asked.dropout_p)
+        limits = self._limits(asked.window_size, asked.causal, asked.mask)
+        scale = scale_of(query, asked.softmax_scale)
         counts = _head_count(query), _head_count(key)
-        asked = comm_type or self.default
+        comm_type = asked.comm_type or self.default
         if latent:
-            comm.check_sends_rows(asked)
+            comm.check_sends_rows(comm_type)
             counts = counts[0], comm.NO_HEADS
-        words = self.words_of(asked, *limits[:2], counts, limits.mask)
-        return Layer(words, scale, Choice(self._kernel_family, softcap))
+        words = self.words_of(comm_type, *limits[:2], counts, limits.mask)
+        return LayerOptions(words, scale, Choice(self._kernel_family, asked.softcap))
 
     def _limits(self, window: tuple[int, int], causal: bool, mask: str | None) -> Limits:
         """Under masks, whether a layer is causal is the mask's to say."""

@@ -17,13 +17,13 @@ from hcp.attention import latent, operator
 from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
-from hcp.attention.checks import window_of
+from hcp.attention.checks import Inputs, window_of
 from hcp.attention.comm_choices import CommChoices
 from hcp.attention.cross import CrossAttention
 from hcp.attention.options import AttentionOptions
-from hcp.attention.prepared import Prepared, prepared_of
+from hcp.attention.prepared import LayerCall, LayerOptions, Prepared, prepared_of
 from hcp.attention.scan import Scan
-from hcp.attention.schedules import Schedules
+from hcp.attention.schedules import Asked, Schedules
 from hcp.attention.sparse import SparseAttention
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms
@@ -146,7 +146,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
             numbers=calls.numbers,
         )
         self._schedules.prepare_all(window_sizes, heads)
-        self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
+        self._layers: dict[tuple[object, ...], tuple[LayerOptions, Prepared]] = {}
         self._cross = CrossAttention(layout, transport, calls, self._origin, self.kernel_family)
         self._routes = routes = Routes(layout, sources)
         self._rows = RowCalls(transport, calls, routes)
@@ -324,13 +324,13 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 )
             if type(window_size) is not tuple or {*map(type, window_size)} != {int}:  # it is a key
                 window_size = window_of(window_size, False)
-            options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p, mask
+            options = Asked(comm_type, causal, window_size, softmax_scale, softcap, dropout_p, mask)
             asked = *options, query.shape[1:], key.shape[1:], expand is not None
             known = self._layers.get(asked) if number else None
             how = (
                 known[0]
                 if known
-                else self._schedules.layer_of(query, key, *options, latent=expand is not None)
+                else self._schedules.options_of(query, key, options, latent=expand is not None)
             )
             rotary: rope.Rotary | None = None
             if rotary_pos_emb is not None:
@@ -339,17 +339,18 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 dense = attention.dense_heads(query), attention.dense_heads(key)
                 query, key, rotary = rope.for_attention(*dense, rotary_pos_emb)
             query, key, value = attention.as_kernels_take(query, key, value)
-            given = query, key, value, sinks, how
+            given = query, key, value, sinks
             if expand is None and (number == 0 or attention.is_watched(query, key, value)):
-                out, lse = operator.attention(*given, rotary, number, layer)
+                out, lse = operator.attention(*given, how, rotary, number, layer)
             else:
                 if known is None:
                     known = self._layers[asked] = how, prepared_of(how.words)
+                call = LayerCall(how, known[1], rotary, number, layer)
                 if expand is None:
-                    out, lse = attention.attention(*given, known[1], rotary, number, layer)
+                    out, lse = attention.attention(*given, call)
                 else:
                     own = latent.parameters_of(expand, parameters)
-                    out, lse = latent.attention(*given, known[1], expand, own, number, layer)
+                    out, lse = latent.attention(Inputs(*given), call, expand, own)
         except Exception as error:
             if number:
                 self._calls.refuse("attention", number, error)

@@ -87,17 +87,17 @@ class Packs(Formula):
             out[q], lse[q] = super().forward(one, query[q], key[k], value[k], scale)
         return out, lse
 
-    def backward(self, launch: Launch, grad_out: Tensor, grad_lse: Any, *rest: Any):  # type: ignore[no-untyped-def]
+    def backward(self, launch: Launch, grads: Any, attended: Any, scale: float):  # type: ignore[no-untyped-def]
         self.asked.append(f"{self.name} backward")
-        query, key, value, out, lse, scale = rest
-        grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        (grad_out, grad_lse), (query, key, value, out, lse) = grads, attended
+        whole = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for one, q, k in parts_of(launch):
             given = grad_out[q], None if grad_lse is None else grad_lse[q]
             rows = query[q], key[k], value[k], out[q], lse[q]
-            found = super().backward(one, *given, *rows, scale)
-            for grad, part, at in zip(grads, found, (q, k, k), strict=True):
+            found = super().backward(one, given, rows, scale)
+            for grad, part, at in zip(whole, found, (q, k, k), strict=True):
                 grad[at] = part
-        return grads
+        return whole
 
 
 def parts_of(launch: Launch) -> Iterator[tuple[Launch, slice, slice]]:
@@ -269,7 +269,7 @@ def test_a_deterministic_backward_goes_to_a_kernel_that_has_one() -> None:
         torch.use_deterministic_algorithms(enabled)
         try:
             out, lse = kernel.forward(launch, x, x, x, 0.25)
-            kernel.backward(launch, x, None, x, x, x, out, lse, 0.25)
+            kernel.backward(launch, (x, None), (x, x, x, out, lse), 0.25)
         finally:
             torch.use_deterministic_algorithms(False)
     backwards = [each for each in asked if each.endswith("backward")]
@@ -297,9 +297,9 @@ def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "choose", counted)
     for _ in range(3):
         out, lse = kernel.forward(launch, x, x, x, 0.25)
-        kernel.backward(launch, x, None, x, x, x, out, lse, 0.25)
+        kernel.backward(launch, (x, None), (x, x, x, out, lse), 0.25)
     assert len(searches) == 2
-    kernel.backward(launch, x, lse, x, x, x, out, lse, 0.25)
+    kernel.backward(launch, (x, lse), (x, x, x, out, lse), 0.25)
     other.forward(launch, x, x, x, 0.25)
     wide = torch.randn(8, 4, 16, dtype=torch.float64)
     kernel.forward(launch, wide, x, x, 0.25)
@@ -322,11 +322,11 @@ class TopLeft(Packs):
 class UnevenSizes(Packs):
     """As FlashAttention-4's gradients were for some head sizes."""
 
-    def backward(self, launch: Launch, grad_out: Tensor, grad_lse: Any, *rest: Any) -> Any:
-        grads = super().backward(launch, grad_out, grad_lse, *rest)
-        if grad_out.shape[2] % 32:
-            grads[1].zero_()
-        return grads
+    def backward(self, launch: Launch, grads: Any, attended: Any, scale: float) -> Any:
+        found = super().backward(launch, grads, attended, scale)
+        if grads[0].shape[2] % 32:
+            found[1].zero_()
+        return found
 
 
 def checked(kernel: Packs) -> Auto:
@@ -340,10 +340,10 @@ def expect_right(kernel: Auto, launch: Launch, size: int) -> None:
     query, key = torch.randn(8, 4, size).double(), torch.randn(8, 2, size).double()
     right = Packs("formula", [])
     out, lse = right.forward(launch, query, key, key, 0.25)
-    grads = right.backward(launch, query, None, query, key, key, out, lse, 0.25)
+    grads = right.backward(launch, (query, None), (query, key, key, out, lse), 0.25)
     for _ in range(2):
         found = kernel.forward(launch, query, key, key, 0.25)
-        found += kernel.backward(launch, query, None, query, key, key, out, lse, 0.25)
+        found += kernel.backward(launch, (query, None), (query, key, key, out, lse), 0.25)
         for got, want in zip(found, (out, lse, *grads), strict=True):
             assert torch.equal(got, want)
 
@@ -360,7 +360,7 @@ def test_a_kernel_that_is_right_is_checked_once_for_a_kind(window: tuple[int, in
     key = torch.randn(launch.keys.stop, 2, 8).double()
     for _ in range(3):
         out, lse = kernel.forward(launch, x, key, key, 0.25)
-        kernel.backward(launch, x, lse, x, key, key, out, lse, 0.25)
+        kernel.backward(launch, (x, lse), (x, key, key, out, lse), 0.25)
     checked_first = ["flash_attn_4 forward"] * 2 + ["flash_attn_4 backward"] * 2
     assert asked == checked_first + ["flash_attn_4 forward", "flash_attn_4 backward"] * 2
 

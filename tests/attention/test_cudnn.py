@@ -114,7 +114,7 @@ def drawn(launch: Launch, heads: tuple[int, int], dtype: torch.dtype) -> list[Te
 def results(kernel: Any, launch: Launch, rows: list[Tensor]) -> list[Tensor]:
     query, key, value, grad = rows
     out, lse = kernel.forward(launch, query, key, value, 0.25)
-    grads = kernel.backward(launch, grad, None, query, key, value, out, lse, 0.25)
+    grads = kernel.backward(launch, (grad, None), (query, key, value, out, lse), 0.25)
     return [out, lse, *grads]
 
 
@@ -286,7 +286,7 @@ def test_a_gradient_of_the_log_sum_exp_that_has_no_columns_is_refused(cudnn: Any
     assert cudnn.Cudnn().takes(Call(launch, rows, rows, True, False))
     assert cudnn.Cudnn().takes(Call(launch, rows[..., :96], rows[..., :96], True, True))
     with pytest.raises(ValueError, match="has a gradient with head sizes 128 and 128, for which"):
-        cudnn.Cudnn().backward(launch, rows, lse, rows, rows, rows, rows, lse, 1.0)
+        cudnn.Cudnn().backward(launch, (rows, lse), (rows, rows, rows, rows, lse), 1.0)
 
 
 def test_what_cudnn_cannot_build_is_named(cudnn: Any, monkeypatch: pytest.MonkeyPatch) -> None:

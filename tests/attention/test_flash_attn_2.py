@@ -63,7 +63,7 @@ def expect_the_formula(entries: list[Entry], size: int, value_size: int) -> None
     query, key, value, grad = drawn(launch, size, value_size)
     grad_lse, kernel = grad[..., 0], Library()
     out, lse = kernel.forward(launch, query, key, value, 0.3)
-    found = kernel.backward(launch, grad, grad_lse, query, key, value, out, lse, 0.3)
+    found = kernel.backward(launch, (grad, grad_lse), (query, key, value, out, lse), 0.3)
     for entry in entries:
         q = slice(entry.query_row, entry.query_row + entry.query_rows)
         k = slice(entry.key_row, entry.key_row + entry.key_rows)

@@ -176,7 +176,7 @@ def test_tiles_are_counted_anew_where_the_tables_of_a_graph_handler_change(load:
         for _ in range(3):
             package.counted.clear()
             out, lse = kernel.forward(launch, query, query, query, 1.0)
-            kernel.backward(launch, out, None, query, query, query, out, lse, 1.0)
+            kernel.backward(launch, (out, None), (query, query, query, out, lse), 1.0)
             assert len(package.counted) == 3
 
 

@@ -384,19 +384,22 @@ def test_rows_of_a_launch_that_no_entry_names_do_not_reach_the_parameters() -> N
     class Ones:
         dtypes, packs = (torch.float64,), True
 
-        def backward(self, launch: Any, grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
-            _, query, key, value = given[:4]
-            grads = [torch.full_like(x, torch.nan) for x in (key, value)]
+        def backward(
+            self, launch: Any, grads: Any, attended: Any, scale: float
+        ) -> tuple[Tensor, ...]:
+            query, key, value, *_ = attended
+            found = [torch.full_like(x, torch.nan) for x in (key, value)]
             for entry in launch.entries:
-                for x in grads:
+                for x in found:
                     x[entry.key_row : entry.key_row + entry.key_rows] = 1
-            return query, *grads
+            return query, *found
 
     kernel: Any = Ones()
     expansion = latent.Expansion(up, (*up.parameters(),), latent._autocast_of(up.weight))
     taking = latent._Expanding(kernel, expansion)
     query, rows = torch.randn(5, 4, 5).double(), torch.randn(12, 1, RANK + SHARED).double()
-    _, grad, _ = taking.backward(launch, query, None, query, rows, rows[..., :0], query, query, 1.0)
+    attended = query, rows, rows[..., :0], query, query
+    _, grad, _ = taking.backward(launch, (query, None), attended, 1.0)
     named = torch.cat([rows[:5], rows[8:]]).squeeze(1)
     total = sum(x.sum() for x in up(named))
     for found, want in zip(

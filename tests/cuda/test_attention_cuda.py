@@ -328,11 +328,8 @@ def results(
     query, key, value = rows
     grad_lse = grads[1] if len(grads) > 1 else None
     out, lse = kernel.forward(launch, query, key, value, scale)
-    return (
-        out,
-        lse,
-        *kernel.backward(launch, grads[0], grad_lse, query, key, value, out, lse, scale),
-    )
+    attended = query, key, value, out, lse
+    return out, lse, *kernel.backward(launch, (grads[0], grad_lse), attended, scale)
 
 
 def exact(

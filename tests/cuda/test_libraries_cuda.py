@@ -127,7 +127,7 @@ def twice(
     known = dict(direct._functions)
     assert None not in known.values()
     out, lse = kernel.forward(launch, *rows.qkv, 0.125)
-    given = rows.grad_out, rows.grad_lse, *rows.qkv, out, lse, 0.125
+    given = (rows.grad_out, rows.grad_lse), (*rows.qkv, out, lse), 0.125
     found = out, lse, *kernel.backward(launch, *given)
     assert direct._functions == known
     with monkeypatch.context() as patch:

@@ -79,9 +79,9 @@ class Shapes:
         return out, out.new_empty(out.shape[:2], dtype=wide(query.dtype))
 
     def backward(
-        self, launch: Launch, grad_out: Tensor, grad_lse: Tensor | None, *rows: Any
+        self, launch: Launch, grads: Any, attended: Any, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = rows[:3]
+        query, key, value = attended[:3]
         return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

@@ -79,8 +79,8 @@ def drawn(
 def results(kernel: Kernel, launch: Launch, rows: Rows, scale: float = 0.125) -> tuple[Tensor, ...]:
     """``RESULTS`` of a launch."""
     out, lse = kernel.forward(launch, *rows.qkv, scale)
-    given = rows.grad_out, rows.grad_lse, *rows.qkv, out, lse
-    return out, lse, *kernel.backward(launch, *given, scale)
+    grads, attended = (rows.grad_out, rows.grad_lse), (*rows.qkv, out, lse)
+    return out, lse, *kernel.backward(launch, grads, attended, scale)
 
 
 def exact(launch: Launch, rows: Rows, softcap: float = 0.0) -> tuple[Tensor, ...]:

@@ -133,6 +133,14 @@ def _pairs_below(entry: Entry, ahead: int) -> int:
     return first(entry.query_rows + ahead - 1) - first(ahead - 1)
 
 
+ResultGrads: TypeAlias = tuple[Tensor, Tensor | None]
+"""The gradients of an output and of its log-sum-exp. None: 0."""
+
+Attended: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values, output and log-sum-exp: what a forward took, and what it gave once all
+launches were merged."""
+
+
 class Kernel(Protocol):
     """Computes calls. Rows may have any stride; the elements of a head are adjacent."""
 
@@ -154,22 +162,12 @@ class Kernel(Protocol):
         ``nan_for_infinity``."""
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This launch's share of the gradients of its queries, keys and values, in their shapes.
         Rows that no entry names may hold anything.
 
         The gradient of the log-sum-exp, times a score's weight, adds to that score's gradient.
-        None: 0.
         """
 
 

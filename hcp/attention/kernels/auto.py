@@ -14,7 +14,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, PackedKernel, kernels_of
+from hcp.attention.kernels import (
+    FAMILIES,
+    Attended,
+    Call,
+    Kernel,
+    Launch,
+    PackedKernel,
+    ResultGrads,
+    kernels_of,
+)
 from hcp.attention.kernels.order import order_of
 from hcp.attention.kernels.present import Found, dotted, present
 from hcp.attention.kernels.proof import fault
@@ -89,25 +98,15 @@ class Auto:
             return self.forward(launch, query, key, value, scale)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        has_grad_lse = grad_lse is not None
+        (query, _, value, _, _), has_grad_lse = attended, grads[1] is not None
         chosen = self._chosen(launch, query, value, True, has_grad_lse)
-        given = grad_out, grad_lse, query, key, value, out, lse, scale
         try:
-            return chosen.kernel.backward(launch, *given)
+            return chosen.kernel.backward(launch, grads, attended, scale)
         except Exception as error:
             self._give_up(chosen, Call(launch, query, value, True, has_grad_lse), error)
-            return self.backward(launch, *given)
+            return self.backward(launch, grads, attended, scale)
 
     def _chosen(
         self, launch: Launch, query: Tensor, value: Tensor, backward: bool, grad_lse: bool

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Launch
+from hcp.attention.kernels import Attended, Launch, ResultGrads
 from hcp.attention.kernels.shapes import (
     backward_columns,
     head_size,
@@ -50,34 +50,20 @@ class CpuFlash:
         return _end_to_end(outs)[..., :width], _end_to_end(sums)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        (grad_out, grad_lse), (query, _, value, _, lse) = grads, attended
         if grad_lse is not None or query.shape[2] != value.shape[2]:
-            wide = backward_columns(grad_out, grad_lse, query, key, value, out)
-            return narrowed(self._grads(launch, *wide, lse, scale), query, value)
-        return self._grads(launch, grad_out, query, key, value, out, lse, scale)
+            grad_out, *wide = backward_columns(grads, attended[:4])
+            own = wide[0], wide[1], wide[2], wide[3], lse
+            return narrowed(self._grads(launch, grad_out, own, scale), query, value)
+        return self._grads(launch, grad_out, attended, scale)
 
     def _grads(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grad_out: Tensor, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, keys and values, all of one head size."""
+        query, key, value, out, lse = attended
         tiles = _tiles(launch)
         grads = []
         for tile in tiles:

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from hcp._versions import check_if_installed
-from hcp.attention.kernels import Call, Kernel, Launch, nan_for_infinity, wide
+from hcp.attention.kernels import (
+    Attended,
+    Call,
+    Kernel,
+    Launch,
+    ResultGrads,
+    nan_for_infinity,
+    wide,
+)
 from hcp.attention.kernels.shapes import (
     LSE_COLUMNS,
     backward_columns,
@@ -77,35 +85,19 @@ class Cudnn:
         return out, nan_for_infinity(lse)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if grad_lse is not None:
-            given = grad_out, grad_lse, query, key, value, out
-            return narrowed(self._with_columns(launch, *given, lse, scale), query, value)
-        return self._grads(launch, grad_out, query, key, value, out, lse, scale)
+        grad_out, grad_lse = grads
+        if grad_lse is None:
+            return self._grads(launch, grad_out, attended, scale)
+        query, _, value, _, _ = attended
+        return narrowed(self._with_columns(launch, grads, attended, scale), query, value)
 
     def _with_columns(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients in a head size that holds the log-sum-exp's gradient, which cuDNN lacks."""
+        query, key, value, out, lse = attended
         size = _size_with_columns(query, value)
         if not _has_sizes(size, size, query.device):
             raise ValueError(
@@ -113,22 +105,14 @@ class Cudnn:
                 f"{value.shape[2]}, for which the backend 'cudnn' has no kernel: use 'torch'"
             )
         grad_out, query, key, value, out = (
-            widened(rows, size)
-            for rows in backward_columns(grad_out, grad_lse, query, key, value, out)
+            widened(rows, size) for rows in backward_columns(grads, (query, key, value, out))
         )
-        return self._grads(launch, grad_out, query, key, value, out, lse, scale)
+        return self._grads(launch, grad_out, (query, key, value, out, lse), scale)
 
     def _grads(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grad_out: Tensor, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, out, lse = attended
         query, key, value = (_laid_out(x) for x in (query, key, value))
         rows = {"query": query, "key": key, "value": value}
         rows |= {"out": out, "grad_out": grad_out, "lse": lse}

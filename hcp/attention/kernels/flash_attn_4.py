@@ -15,9 +15,11 @@ from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp.attention.kernels import (
+    Attended,
     Call,
     Kernel,
     Launch,
+    ResultGrads,
     is_ordered,
     nan_for_infinity,
     refuse_order,
@@ -73,18 +75,10 @@ class Flash4:
         return out, nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         refuse_order("flash_attn_4")
+        (grad_out, grad_lse), (query, key, value, out, lse) = grads, attended
         rows, sums = [query, key, value, out, grad_out], [lse]
         if grad_lse is not None:
             sums.append(grad_lse.float())

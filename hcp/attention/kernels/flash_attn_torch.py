@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hcp.attention.kernels import (
+    Attended,
     Call,
     Kernel,
     Launch,
+    ResultGrads,
     cpu,
     formula,
     nan_for_infinity,
@@ -57,41 +59,26 @@ class Flash2:
         return out, lse
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if grad_lse is not None and head_size(query, value, LSE_COLUMNS) > MOST_HEAD_SIZE:
-            return self._in_two(launch, grad_out, grad_lse, query, key, value, out, lse, scale)
-        grad_out, *rows = backward_columns(grad_out, grad_lse, query, key, value, out)
+        query, _, value, _, lse = attended
+        if grads[1] is not None and head_size(query, value, LSE_COLUMNS) > MOST_HEAD_SIZE:
+            return self._in_two(launch, grads, attended, scale)
+        grad_out, *rows = backward_columns(grads, attended[:4])
         heads_first = lse.transpose(0, 1).contiguous()
-        grads = self.run_backward(launch, grad_out.contiguous(), rows, heads_first, scale)
-        return narrowed(grads, query, value)
+        found = self.run_backward(launch, grad_out.contiguous(), rows, heads_first, scale)
+        return narrowed(found, query, value)
 
     def _in_two(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients where values leave no columns for grad_lse: those of the output, and those
         of the log-sum-exp with values that are 0 and narrow."""
-        of_out = self.backward(launch, grad_out, None, query, key, value, out, lse, scale)
+        (grad_out, grad_lse), (query, key, value, out, lse) = grads, attended
+        of_out = self.backward(launch, (grad_out, None), attended, scale)
         values, outs = (x.new_zeros(*x.shape[:2], 8) for x in (value, out))
-        of_lse = self.backward(launch, outs, grad_lse, query, key, values, outs, lse, scale)
+        narrow = query, key, values, outs, lse
+        of_lse = self.backward(launch, (outs, grad_lse), narrow, scale)
         return of_out[0] + of_lse[0], of_out[1] + of_lse[1], of_out[2]
 
     def run_backward(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Launch, nan_for_infinity
+from hcp.attention.kernels import Attended, Launch, ResultGrads, nan_for_infinity
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,9 @@ class Formula:
         return out.transpose(0, 1).contiguous(), nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
-        self,
-        launch: Launch,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        (grad_out, grad_lse), (query, key, value, out, lse) = grads, attended
         scores = self._scores(query, key, scale)
         weights = (_masked(launch, scores) - lse.transpose(0, 1).unsqueeze(-1)).exp()
         grad = grad_out.transpose(0, 1)

@@ -40,15 +40,8 @@ def fault(kernel: PackedKernel, call: Call, softcap: float) -> str | None:
         if not call.backward:
             found = kernel.forward(launch, rows.query, rows.key, rows.value, rows.scale)
             return _difference(expected[:2], found, launch.entries)
-        grads = kernel.backward(
-            launch,
-            rows.grad_out,
-            rows.grad_lse,
-            *rows[:3],
-            expected.out.to(call.query.dtype),
-            expected.lse,
-            rows.scale,
-        )
+        attended = *rows[:3], expected.out.to(call.query.dtype), expected.lse
+        grads = kernel.backward(launch, (rows.grad_out, rows.grad_lse), attended, rows.scale)
         return _difference(expected[2:], grads, launch.entries)
 
 
@@ -111,15 +104,16 @@ class _Results(NamedTuple):
         formula = Formula(softcap)
         query, key, value, grad_out = (x.float() for x in rows[:4])
         lse = torch.full(query.shape[:2], torch.nan, device=query.device)
-        grads = [torch.zeros_like(x) for x in (query, key, value)]
-        whole = cls(torch.zeros_like(grad_out), lse, *grads)
+        zeros = [torch.zeros_like(x) for x in (query, key, value)]
+        whole = cls(torch.zeros_like(grad_out), lse, *zeros)
         for entry in launch.entries:
             q = slice(entry.query_row, entry.query_row + entry.query_rows)
             k = slice(entry.key_row, entry.key_row + entry.key_rows)
             own, given = Launch([entry]), (query[q], key[k], value[k])
             out, sums = formula.forward(own, *given, rows.scale)
             of_lse = None if rows.grad_lse is None else rows.grad_lse[q]
-            parts = formula.backward(own, grad_out[q], of_lse, *given, out, sums, rows.scale)
+            grads = grad_out[q], of_lse
+            parts = formula.backward(own, grads, (*given, out, sums), rows.scale)
             for target, at, part in zip(whole, (q, q, q, k, k), (out, sums, *parts), strict=True):
                 target[at] = part
         return whole

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hcp.attention.kernels import ResultGrads
+
 
 def head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
     """The head size that holds both, and ``extra`` columns beyond those of the values. Rounded up
@@ -52,19 +54,16 @@ def _with_grad_lse(
 
 
 def backward_columns(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
+    grads: ResultGrads, rows: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """grad_out, query, key, value and out in one head size, for a backward."""
+    """grad_out, query, key, value and out in one head size, for a backward. ``rows``: the last
+    four."""
+    (grad_out, grad_lse), (query, key, value, out) = grads, rows
     size = head_size(query, value, 0 if grad_lse is None else LSE_COLUMNS)
     if grad_lse is not None:
         grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
     grad_out, query, key, value, out = (
-        widened(rows, size) for rows in (grad_out, query, key, value, out)
+        widened(x, size) for x in (grad_out, query, key, value, out)
     )
     return grad_out, query, key, value, out
 
