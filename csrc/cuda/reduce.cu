@@ -6,6 +6,7 @@
 #include "runs.cuh"
 #include "signal.cuh"
 
+/* What one launch sums: the same rows of several columns, such as keys and values. */
 struct summed_columns {
   const char *part[HCP_CUDA_PARTS_MAX];    /* of the launch's columns, part by part */
   int64_t part_stride[HCP_CUDA_PARTS_MAX]; /* bytes */
@@ -194,9 +195,16 @@ __global__ void __launch_bounds__(HCP_THREADS, 1) /* else some spill */
 
 /* ---- launches ---- */
 
-/* The kernels of a dtype, or of a cast. Vectors of what is read, which is most, have 16
+/* Elements of a vector that a sum reads at once. Vectors of what is read, which is most, have 16
  * bytes, or the 4 elements whose sums in float64 leave registers for another block; a wider
  * result takes several. */
+template <class From, class To>
+constexpr int summed_elements() {
+  constexpr int most = 32 / (int)sizeof(between<From, To>);
+  return vector_elements<From>() < most ? vector_elements<From>() : most;
+}
+
+/* The kernels of a dtype, or of a cast. */
 struct summer {
   using kernel = void (*)(const carried_runs, const summed_columns);
   kernel of_vectors, of_elements;
@@ -206,8 +214,7 @@ struct summer {
 
 template <class From, class To, bool on = false>
 static summer summer_of() {
-  constexpr int most = 32 / (int)sizeof(between<From, To>);
-  constexpr int N = vector_elements<From>() < most ? vector_elements<From>() : most;
+  constexpr int N = summed_elements<From, To>();
   return {sum_rows<From, To, N, on>,
           sum_rows<From, To, 1, on>,
           sizeof(From) * N,
@@ -244,7 +251,7 @@ struct linker {
 
 template <class T>
 static linker linker_by(bool by_vectors) {
-  constexpr int N = vector_elements<T>();
+  constexpr int N = summed_elements<T, T>(); /* launch() chose by_vectors by this width */
   return by_vectors ? linker{stage_rows<T, N>, read_rows<T, N>}
                     : linker{stage_rows<T, 1>, read_rows<T, 1>};
 }
@@ -374,8 +381,8 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
-static hcp_status sum_columns(const summer &by, const hcp_sum &of, int32_t from, hcp_column out,
-                              const linked *peers, void *on, hcp_error *err) {
+static hcp_status sum_in_launches(const summer &by, const hcp_sum &of, int32_t from, hcp_column out,
+                                  const linked *peers, void *on, hcp_error *err) {
   cudaStream_t stream = (cudaStream_t)on;
   run_launches launches(of.runs, of.n_runs, of.rows, true);
   int more = launches.advance();
@@ -414,13 +421,13 @@ static hcp_status sum_columns(const summer &by, const hcp_sum &of, int32_t from,
 
 hcp_status hcp_cuda_reduce_from(const hcp_sum *sum, int32_t from, hcp_column out, void *stream,
                                 hcp_error *err) {
-  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, from, out, NULL, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, from, out, NULL, stream, err);
 }
 
 hcp_status hcp_cuda_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out, void *stream,
                            hcp_error *err) {
   hcp_cast none = {sum->dtype, sum->dtype};
-  return sum_columns(summer_of(cast != NULL ? *cast : none), *sum, 0, out, NULL, stream, err);
+  return sum_in_launches(summer_of(cast != NULL ? *cast : none), *sum, 0, out, NULL, stream, err);
 }
 
 hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream, hcp_error *err) {
@@ -428,18 +435,18 @@ hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream
   named.rows = 0; /* up to the last one that a run names */
   if (sum->n_runs > 0)
     named.rows = sum->runs[sum->n_runs - 1].row + sum->runs[sum->n_runs - 1].rows;
-  return sum_columns(adder_of(sum->dtype), named, 0, total, NULL, stream, err);
+  return sum_in_launches(adder_of(sum->dtype), named, 0, total, NULL, stream, err);
 }
 
 hcp_status hcp_cuda_stage(const hcp_sum *sum, hcp_column out, hcp_awaited free, hcp_signals staged,
                           uint32_t *progress, void *stream, hcp_error *err) {
   linked peers = {free, staged, progress, true, 0, NULL};
-  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
 }
 
 hcp_status hcp_cuda_read_by_blocks(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
                                    hcp_signals read, uint32_t *progress, void *stream,
                                    hcp_error *err) {
   linked peers = {staged->awaited, read, progress, false, staged->first, staged->part_rows};
-  return sum_columns(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
 }

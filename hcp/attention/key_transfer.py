@@ -2,6 +2,20 @@
 
 Owners send rows, or stage them where others read them.
 
+The gradients of keys and values, from ``cp.attention`` back to the tensors that it was given:
+
+- The **handler** gave the call of a **layer** a number. The **stamp** of its backward has it too:
+  ranks whose stamps differ get an error instead of each other's rows.
+- The **schedule** says which keys meet which queries, in stages. Each stage has **launches** of the
+  **kernel**, and each launch gives partial gradients (N, G, D) and (N, G, E) of its own keys.
+- ``return_gradients`` of the **transfer** takes them, launch by launch. Those of this rank's keys,
+  the launches of the first stage, wait here. Those of others' keys travel by the **transport**.
+- Each owner sums all partial gradients of a row at once, in float32 (float64 for float64), rotates
+  the sum back, and rounds it once: ``sum_gradients`` here, or the transport's kernel that reads.
+
+Tables of runs say which rows are added: (row, rows, part, part_row) adds rows of a part, which is a
+launch or what came from others, to rows of the sum.
+
 N rows, G key-value heads, D head size, E head size of values.
 """
 
@@ -67,18 +81,19 @@ def cut(tensors: list[Tensor], cuts: Tensor | None, count: int) -> list[Tensor]:
     return views
 
 
-def summed(
+def sum_gradients(
     grads: list[Tensor],
-    home: Tensor | None,
+    returned: Tensor | None,
     runs: Tensor,
     rows: int,
-    columns: int,
+    tensors: int,
     rotary: Rotary | None,
 ) -> list[Tensor]:
-    """Sum partial gradients (N, heads, size); those of the first column are rotated back.
-    ``home``: one more part, its columns side by side."""
+    """Sum partial gradients (N, heads, size) of so many tensors, launch by launch; those of the
+    first are rotated back. ``returned``: one more part, whose rows have the tensors side by
+    side."""
     sums: list[Tensor] = torch.ops.hcp.sum_gradients.default(
-        grads, home, runs, rows, columns, *(rotary or NO_ROTATION)
+        grads, returned, runs, rows, tensors, *(rotary or NO_ROTATION)
     )
     return sums
 
@@ -91,8 +106,8 @@ def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
 _AS_THEY_ARE = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
-def columns_of(rows: Tensor, cuts: Tensor | None, sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Views of rows of keys beside values, (n, G, D) and (n, G, E) of each cut."""
+def keys_and_values(rows: Tensor, cuts: Tensor, sizes: tuple[int, int, int]) -> list[Tensor]:
+    """Views of rows that have keys and values side by side: (n, G, D) and (n, G, E) of each cut."""
     views: list[Tensor] = torch.ops.hcp.arrive.default(rows, _AS_THEY_ARE, 0, *sizes, cuts)
     return views
 
@@ -162,34 +177,35 @@ class SentKeys:
         schedule, launches = self._schedule, self._launches
         rows, own = schedule.query_rows, grads[: 2 * len(launches.stages[0])]
         if len(schedule.stages) == 1:
-            return lambda: summed(own, None, launches.local_runs, rows, 2, rotary)
+            return lambda: sum_gradients(own, None, launches.local_runs, rows, 2, rotary)
         sent = torch.ops.hcp.reduce_to_send.default(
             grads, launches.home_runs, 2, schedule.home_sent_rows
         )
         del grads[len(own) :]
-        home = sent.new_empty((schedule.home_received_rows, sent.shape[1]))
+        returned = sent.new_empty((schedule.home_received_rows, sent.shape[1]))
         pending = self._transport.start(
-            sent, schedule.home_sends, home, schedule.home_receives, stamp=stamp
+            sent, schedule.home_sends, returned, schedule.home_receives, stamp=stamp
         )
 
         def sums() -> list[Tensor]:
             nonlocal pending, sent
             pending.wait()
             if schedule.home_relay is not None:
-                pending = self._relay_home(schedule.home_relay, home, sent, stamp)
+                pending = self._relay_back(schedule.home_relay, returned, sent, stamp)
                 pending.wait()
             del pending, sent
             if own:
-                return summed(own, home, launches.local_runs, rows, 2, rotary)
-            parts = columns_of(home, whole_cut(home.shape[0]), self._sizes)
-            return summed(parts, None, launches.local_runs, rows, 2, rotary)
+                return sum_gradients(own, returned, launches.local_runs, rows, 2, rotary)
+            parts = keys_and_values(returned, whole_cut(returned.shape[0]), self._sizes)
+            return sum_gradients(parts, None, launches.local_runs, rows, 2, rotary)
 
         return sums
 
-    def _relay_home(self, relay: Relay, home: Tensor, sent: Tensor, stamp: Stamp) -> Pending:
+    def _relay_back(self, relay: Relay, returned: Tensor, sent: Tensor, stamp: Stamp) -> Pending:
         """Send to owners in other nodes what all ranks of this one have for them."""
-        sums = torch.ops.hcp.reduce_to_send.default([home, sent], relay.table, 1, relay.sent_rows)
-        return self._transport.start(sums, relay.sends, home, relay.receives, stamp=stamp)
+        parts = [returned, sent]
+        sums = torch.ops.hcp.reduce_to_send.default(parts, relay.table, 1, relay.sent_rows)
+        return self._transport.start(sums, relay.sends, returned, relay.receives, stamp=stamp)
 
 
 AT_ONCE_BYTES = 2**23
@@ -256,7 +272,7 @@ class ReadKeys:
         if self._all_cuts is not None:
             reading = staged.read(0)
             yield current
-            views = columns_of(reading.wait(), self._all_cuts, self._sizes)
+            views = keys_and_values(reading.wait(), self._all_cuts, self._sizes)
             for stage in launches.stages[1:]:
                 yield views[: 2 * len(stage)]
                 del views[: 2 * len(stage)]
@@ -268,7 +284,7 @@ class ReadKeys:
                 continue
             reading = staged.read(number)
             yield current
-            current = columns_of(reading.wait(), launches.key_cuts[number], self._sizes)
+            current = keys_and_values(reading.wait(), launches.key_cuts[number], self._sizes)
         yield current
 
     def return_gradients(
@@ -278,13 +294,15 @@ class ReadKeys:
         staged = self._grads.stage(next(self._exchanges), grads, stamp, own)
         if not self._has_gradients:
             rows = self._schedule.query_rows
-            return lambda: [grad.new_zeros(rows, *grad.shape[1:]) for grad in grads[:2]]
+            zeros = [grad.new_zeros(rows, *grad.shape[1:]) for grad in grads[:2]]
+            grads.clear()
+            return lambda: zeros
         del grads[len(own) :]
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:
             # The kernel that reads and sums does not rotate.
-            grad_key, grad_value = columns_of(reading.wait(), self._whole, self._sizes)
+            grad_key, grad_value = keys_and_values(reading.wait(), self._whole, self._sizes)
             return [rotated_back(grad_key, rotary), grad_value]
 
         return sums

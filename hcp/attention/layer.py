@@ -25,7 +25,7 @@ from hcp._ranges import ranged
 from hcp.attention.checks import Inputs, as_autocast
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernels import Attended, Launch, ResultGrads, scores_of_sinks, wide
-from hcp.attention.key_transfer import cut, rotated_back, summed
+from hcp.attention.key_transfer import cut, rotated_back, sum_gradients
 from hcp.attention.prepared import LayerCall, LayerOptions, PreparedLayer, layer_of
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
@@ -381,7 +381,7 @@ def _backward_rows(
     # Meanwhile:
     if total is None:
         parts = grad_queries or [by_query[1][:0]]
-        (grad_query,) = summed(parts, None, launches.output_runs, count, 1, rotary)
+        (grad_query,) = sum_gradients(parts, None, launches.output_runs, count, 1, rotary)
         parts.clear()
     else:
         torch.ops.hcp.sum_on.default(total, True, grad_queries, launches.output_runs)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.key_transfer import cut, rotated_back, summed
+from hcp.attention.key_transfer import ReadKeys, cut, rotated_back, sum_gradients
+from hcp.attention.operator import Arguments, BackwardArguments
 from hcp.attention.rotary import NO_ROTATION, Rotary
+from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.peer import PIECES
 
 layer = torch.ops.hcp
+
+
+class StagedForNobody:
+    """Memory that others read, whose owner reads nothing."""
+
+    def stage(self, exchange: int, grads: list[Tensor], stamp: Stamp, own: list[Tensor]) -> None:
+        assert len(grads) == 4
+        assert own == []
 
 
 def table(*records: tuple[int, ...]) -> Tensor:
@@ -26,6 +39,35 @@ def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
 def apart(x: Tensor) -> Tensor:
     """The same values in the strides of CPU kernels: heads outside, rows inside."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_gradients_of_others_keys_leave_once_they_are_staged():
+    """Also on a rank whose own keys no query sees, so that it reads none."""
+    launches = SimpleNamespace(stages=[[], [None, None]])
+    schedule = SimpleNamespace(query_rows=3, home_receives=[])
+    transfer = ReadKeys.__new__(ReadKeys)
+    vars(transfer).update(
+        _launches=launches, _schedule=schedule, _grads=StagedForNobody(), _exchanges=iter([0])
+    )
+    grads = [rows(5, 2, 4), rows(5, 2, 6), rows(7, 2, 4), rows(7, 2, 6)]
+    held = [weakref.ref(grad) for grad in grads]
+    returned = transfer.return_gradients(grads, None, Stamp(Kind("check")))
+    assert [grad() for grad in held] == [None] * 4
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in returned())
+    assert [tuple(x.shape) for x in returned()] == [(3, 2, 4), (3, 2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("attention", Arguments), ("attention_backward", BackwardArguments)],
+)
+def test_operators_of_attention_have_the_defaults_of_their_schema(name, arguments):
+    """The dispatcher leaves out what has the schema's default: the operator would take its own."""
+    given = getattr(layer, name).default._schema.arguments
+    assert [x.name for x in given] == list(arguments._fields)
+    assert {x.name: x.default_value for x in given if x.has_default_value()} == (
+        arguments._field_defaults
+    )
 
 
 def test_cuts_are_views_of_all_tensors_one_call_behind_the_other():
@@ -93,7 +135,7 @@ def test_gradients_are_summed_with_those_that_came_home(lie, rotates):
     parts = [*(grad.flatten(1) for grad in grads), *home.split([8, 6], 1)]
     keys, values = ops.reduce(parts, runs, 5, 2).split([8, 6], 1)
     wanted = rotated_back(keys.reshape(5, 2, 4), rotary), values.reshape(5, 2, 3)
-    sums = summed(grads, home, runs, 5, 2, rotary)
+    sums = sum_gradients(grads, home, runs, 5, 2, rotary)
     for actual, expected in zip(sums, wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
     sent = layer.reduce_to_send(grads, table(RUNS[0], RUNS[1]), 2, 2)
@@ -102,7 +144,7 @@ def test_gradients_are_summed_with_those_that_came_home(lie, rotates):
 
 def test_gradients_that_came_home_in_another_width_are_refused():
     with pytest.raises(RuntimeError, match=r"home has shape \(5, 13\), expected \(any, 14\)"):
-        summed([rows(6, 2, 4), rows(6, 2, 3)], rows(5, 13), table((0, 1, 0, 0)), 1, 2, None)
+        sum_gradients([rows(6, 2, 4), rows(6, 2, 3)], rows(5, 13), table((0, 1, 0, 0)), 1, 2, None)
     with pytest.raises(RuntimeError, match=r"columns is 3, expected from 1 to the 2 tensors"):
         layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_ROTATION)
 

@@ -915,7 +915,8 @@ typedef struct hcp_mask {
  *                  owner, for ranks that read each other's memory: what PACK,
  *                  SENDS, RECEIVES and ARRANGE come to
  *   KEY_OWNERS     (peer, rows): the ranks that keys come from, this one among
- *                  them, with the number of their local rows
+ *                  them, with the number of their local rows. Under masks and
+ *                  A2A the group's first rank stands for all of them
  *   CALLERS        (peer): the ranks of the group that have rows, in a group of three or more.
  *                  They compare their calls with each other: two ranks meet in any exchange
  *
