@@ -146,10 +146,6 @@ def choose(
     if heads[1] == NO_HEADS and heads[0] > 0:
         check_prices([AUTO], plan.cost)
         return _fastest(plan, layout, window, (heads[0], 1), packed, rows_only=True)
-    if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1] != 0:
-        raise ValueError(
-            f"query has {heads[0]} heads, expected a multiple of the {heads[1]} of key"
-        )
     if plan.masks:
         return CommChoice(comm_type, ALL_GATHER, 1, "masks: just the rows that are seen, at once")
     if comm_type == A2A_P2P:

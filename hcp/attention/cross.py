@@ -30,7 +30,6 @@ from hcp.attention.kernels import (
 from hcp.attention.layer import as_kernels_take
 from hcp.exchange.agreement import (
     Kind,
-    LayerName,
     Stamp,
     agree_once,
     refuse_transforms,
@@ -152,6 +151,15 @@ class _Attend(torch.autograd.Function):
 # ---- the call ------------------------------------------------------------------------------------
 
 
+class CrossOptions(NamedTuple):
+    """The options of a call, as its caller gave them."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+
+
 class CrossAttention:
     """Makes the calls of cross-attention of a handler. Each route is made once, for all layers."""
 
@@ -164,41 +172,65 @@ class CrossAttention:
         self._routes: dict[tuple[object, ...], KeyRoute] = {}
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        keys: tuple[Layout, Origin],
-        *,
-        causal: bool,
-        window_size: tuple[int, int],
-        softmax_scale: float | None,
-        softcap: float,
+        self, inputs: Inputs, keys: tuple[Layout, Origin], asked: CrossOptions
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`hcp.ContextParallelHandler.cross_attention`."""
 
         def attended(number: int) -> tuple[Tensor, Tensor]:
+            query, key, value, sinks = inputs
             refuse_transforms("cross_attention", query, key, value)
-            check_options(softcap, 0.0)
+            check_options(asked.softcap, 0.0)
             if query.shape[0] != self._layout.rows:
                 raise ValueError(f"query has {query.shape[0]} rows, expected {self._layout.rows}")
-            layout, origin = keys
-            for plan in (self._layout.plan, layout.plan):
+            for plan in (self._layout.plan, keys[0].plan):
                 plan.core.expect_no_branches("cp.cross_attention")
-            return _cross_attention(
-                self._transport,
-                self._route(layout, window_of(window_size, causal)),
-                *as_kernels_take(query, key, value),
-                sinks,
-                scale_of(query, softmax_scale),
-                Choice(self._kernel_family, softcap),
-                (self._origin, origin),
-                number,
-                self._calls.layer(),
-            )
+            route = self._route(keys[0], window_of(asked.window_size, asked.causal))
+            taken = Inputs(*as_kernels_take(query, key, value), sinks)
+            scale = scale_of(taken.query, asked.softmax_scale)
+            _check_inputs(taken, route.source_rows, self._transport.device)
+            choice = Choice(self._kernel_family, asked.softcap)
+            kernel = kernel_for(taken.query.device, taken.query.dtype, choice)
+            kind = self._kind(taken, keys[1], route.window, asked._replace(softmax_scale=scale))
+            stamp = Stamp(kind, number, layer=self._calls.layer())
+            agree_once(self._transport, route, stamp)
+            return self._attended(route, taken, scale, kernel, stamp)
 
         return self._calls.make("cross_attention", attended, everywhere=True)
+
+    def _kind(
+        self, inputs: Inputs, keys: Origin, window: tuple[int, int], asked: CrossOptions
+    ) -> Kind:
+        return Kind(
+            "cross_attention",
+            self._origin,
+            keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
+            query=rows_like(inputs.query),
+            key=rows_like(inputs.key),
+            value=rows_like(inputs.value),
+            window_size=window,
+            softmax_scale=asked.softmax_scale,
+            softcap=asked.softcap,
+            sinks=inputs.sinks is not None,
+        )
+
+    def _attended(
+        self, route: KeyRoute, inputs: Inputs, scale: float, kernel: Kernel, stamp: Stamp
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value, sinks = inputs
+        whole = copy_rows(self._transport, route, [rows_of(key), rows_of(value)], stamp)
+        sizes = [key.shape[1:].numel(), value.shape[1:].numel()]
+        whole_key, whole_value = torch.split(whole, sizes, 1)
+        out: Tensor
+        lse: Tensor
+        out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
+            query,
+            whole_key.view(-1, *key.shape[1:]),
+            whole_value.view(-1, *value.shape[1:]),
+            kernel,
+            route.blocks_of(kernel),
+            scale,
+        )
+        return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
     def _route(self, keys: Layout, window: tuple[int, int]) -> KeyRoute:
         place = keys.plan.checksum, keys.micro_batch, window
@@ -207,54 +239,15 @@ class CrossAttention:
         return self._routes[place]
 
 
-def _cross_attention(
-    transport: Transport,
-    route: KeyRoute,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    choice: Choice,
-    origins: tuple[Origin, Origin],
-    number: int,
-    layer: LayerName,
-) -> tuple[Tensor, Tensor]:
-    check(Inputs(query[:0], key[:0], value[:0], sinks), 0, transport.device)
-    for name, x, rows in (("key", key, route.source_rows), ("value", value, route.source_rows)):
-        if x.shape[0] != rows:
+def _check_inputs(inputs: Inputs, key_rows: int, device: torch.device) -> None:
+    """Raise ValueError unless the tensors are this rank's, the keys those of the keys' layout."""
+    query, key, value, sinks = inputs
+    check(Inputs(query[:0], key[:0], value[:0], sinks), 0, device)
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != key_rows:
             raise ValueError(
-                f"{name} has {x.shape[0]} rows, expected {rows}: this rank's rows in keys="
+                f"{name} has {x.shape[0]} rows, expected {key_rows}: this rank's rows in keys="
             )
-    kernel = kernel_for(query.device, query.dtype, choice)
-    queries, keys = origins
-    kind = Kind(
-        "cross_attention",
-        queries,
-        keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
-        query=rows_like(query),
-        key=rows_like(key),
-        value=rows_like(value),
-        window_size=route.window,
-        softmax_scale=scale,
-        softcap=choice.softcap,
-        sinks=sinks is not None,
-    )
-    stamp = Stamp(kind, number, layer=layer)
-    agree_once(transport, route, stamp)
-    whole = copy_rows(transport, route, [rows_of(key), rows_of(value)], stamp)
-    whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
-    out: Tensor
-    lse: Tensor
-    out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
-        query,
-        whole_key.view(-1, *key.shape[1:]),
-        whole_value.view(-1, *value.shape[1:]),
-        kernel,
-        route.blocks_of(kernel),
-        scale,
-    )
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

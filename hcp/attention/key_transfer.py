@@ -106,7 +106,7 @@ def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
 _AS_THEY_ARE = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
-def keys_and_values(rows: Tensor, cuts: Tensor, sizes: tuple[int, int, int]) -> list[Tensor]:
+def keys_and_values(rows: Tensor, cuts: Tensor | None, sizes: tuple[int, int, int]) -> list[Tensor]:
     """Views of rows that have keys and values side by side: (n, G, D) and (n, G, E) of each cut."""
     views: list[Tensor] = torch.ops.hcp.arrive.default(rows, _AS_THEY_ARE, 0, *sizes, cuts)
     return views

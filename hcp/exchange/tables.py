@@ -297,18 +297,6 @@ class Schedule(Sections):
             raise ValueError(f"words has {count} items that are no schedule")
 
     @cached_property
-    def output_runs(self) -> Tensor:
-        return self.section("OUTPUT_RUNS")
-
-    @cached_property
-    def home_runs(self) -> Tensor:
-        return self.section("HOME_RUNS")
-
-    @cached_property
-    def local_runs(self) -> Tensor:
-        return self.section("LOCAL_RUNS")
-
-    @cached_property
     def home_sends(self) -> list[Move]:
         return self.moves("HOME_SENDS")
 
@@ -325,12 +313,6 @@ class Schedule(Sections):
             self.moves("HOME_RELAY_RECEIVES"),
             self._home_relayed_rows,
         )
-
-    @cached_property
-    def key_owners(self) -> dict[int, int]:
-        """Local rows of each rank that keys come from, this one among them."""
-        owners: dict[int, int] = dict(self.section("KEY_OWNERS").tolist())
-        return owners
 
     @cached_property
     def query_rows(self) -> int:

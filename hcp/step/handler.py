@@ -19,7 +19,7 @@ from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
 from hcp.attention.checks import Inputs, window_of
 from hcp.attention.comm_choices import CommChoices
-from hcp.attention.cross import CrossAttention
+from hcp.attention.cross import CrossAttention, CrossOptions
 from hcp.attention.options import AttentionOptions
 from hcp.attention.prepared import LayerCall, LayerOptions, Prepared, prepared_of
 from hcp.attention.scan import Scan
@@ -515,15 +515,9 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 branches.
         """
         out, lse = self._cross.attend(
-            query,
-            key,
-            value,
-            sinks,
+            Inputs(query, key, value, sinks),
             (keys.layout, keys._origin),
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
+            CrossOptions(causal, window_size, softmax_scale, softcap),
         )
         return (out, lse) if return_lse else out
 

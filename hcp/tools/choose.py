@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcp import _core
 from hcp._html import table
@@ -140,13 +140,10 @@ def choose_eval_context_parallel(
     for cp in considered:
         if cp < 1 or ranks % cp:
             raise ValueError(f"sizes has {cp}, expected divisors of the {ranks} ranks")
-    prices, node = cost or CostModel(), ranks_per_node or 0
+    evaluation = _Evaluation(tokens, ranks, ranks_per_node or 0, cost or CostModel(), memory, sync)
     if max_tokens_per_rank is None:
         candidates = tuple(
-            _predict(
-                tokens, ranks, node, cp, prices, pipeline_stages, memory, micro_batch_size, sync
-            )
-            for cp in considered
+            _predict(evaluation, cp, pipeline_stages, micro_batch_size) for cp in considered
         )
     else:
         if pipeline_stages != 1:
@@ -156,10 +153,7 @@ def choose_eval_context_parallel(
             )
         batch = global_batch_size or max(1, len(tokens))
         candidates = tuple(
-            _predict_dispatch(
-                tokens, ranks, node, cp, prices, memory, max_tokens_per_rank, batch, sync
-            )
-            for cp in considered
+            _predict_dispatch(evaluation, cp, max_tokens_per_rank, batch) for cp in considered
         )
     fitting = [c for c in candidates if not c.refusal]
     if not fitting:
@@ -172,17 +166,21 @@ def choose_eval_context_parallel(
     return EvalChoice(best.cp, _why(best, training), candidates)
 
 
-def _predict(
-    tokens: Sequence[int],
-    ranks: int,
-    node: int,
-    cp: int,
-    cost: CostModel,
-    stages: int,
-    memory: int | MemoryModel | None,
-    micro_batch_size: int,
-    sync: Sync,
-) -> Candidate:
+class _Evaluation(NamedTuple):
+    """What all candidates are predicted for."""
+
+    tokens: Sequence[int]
+    """Of each sample."""
+    ranks: int
+    node: int
+    """Ranks of a node, 0 for no borders."""
+    cost: CostModel
+    memory: int | MemoryModel | None
+    sync: Sync
+
+
+def _predict(given: _Evaluation, cp: int, stages: int, micro_batch_size: int) -> Candidate:
+    tokens, ranks, node, cost, memory, sync = given
     dp = ranks // cp
     stride = dp * micro_batch_size
     count = -(-len(tokens) // stride)
@@ -221,16 +219,9 @@ def _total(spent: Sequence[tuple[int, int]], stages: int) -> tuple[int, int, int
 
 
 def _predict_dispatch(
-    tokens: Sequence[int],
-    ranks: int,
-    node: int,
-    cp: int,
-    cost: CostModel,
-    memory: int | MemoryModel | None,
-    max_tokens_per_rank: int,
-    global_batch_size: int,
-    sync: Sync,
+    given: _Evaluation, cp: int, max_tokens_per_rank: int, global_batch_size: int
 ) -> Candidate:
+    tokens, ranks, node, cost, memory, sync = given
     longest, model = max(tokens, default=1), _model_of(memory)
     most = max(max_tokens_per_rank, rows_up_to(longest, cp))
     limit = max(model.limit, bytes_up_to(longest, cp, model))

@@ -82,9 +82,10 @@ def launches_of(schedule: Schedule, packs: bool) -> Launches:
     # Returned gradients are one more part, after the entries and the launches of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     running_runs, output_runs, left = _running(
-        _renumber(schedule.output_runs, places, 1), [len(launches) for launches in stages]
+        _renumber(schedule.section("OUTPUT_RUNS"), places, 1),
+        [len(launches) for launches in stages],
     )
-    local_runs = _renumber(schedule.local_runs, local, 2)
+    local_runs = _renumber(schedule.section("LOCAL_RUNS"), local, 2)
     rows = schedule.query_rows
     all_local = number == len(schedule.stages) == 1
     queries = _cuts([launch.queries for launches in stages for launch in launches])
@@ -97,7 +98,7 @@ def launches_of(schedule: Schedule, packs: bool) -> Launches:
         running_runs,
         output_runs,
         _with_sinks(output_runs, left, rows),
-        _renumber(schedule.home_runs, places, 2),
+        _renumber(schedule.section("HOME_RUNS"), places, 2),
         local_runs,
         all_local and _covers(output_runs, rows) and _covers(local_runs, rows),
     )
@@ -161,11 +162,16 @@ def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
     return both[both[:, 0].sort(stable=True).indices]
 
 
+def key_owners(schedule: Schedule) -> dict[int, int]:
+    """Local rows of each rank that keys come from, this one among them."""
+    return dict(schedule.section("KEY_OWNERS").tolist())
+
+
 def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> GradientReturn:
     """What a rank stages for others, and reads of what they staged."""
 
     def start(stager: int, owner: int) -> int:
-        return sum(n for peer, n in schedule.key_owners.items() if peer < owner and peer != stager)
+        return sum(n for peer, n in key_owners(schedule).items() if peer < owner and peer != stager)
 
     def shifted(rows: Tensor, moves: list[Move], starts: list[int]) -> tuple[Tensor, Tensor]:
         """The move that each row belongs to, and the row counted from that move's start."""
@@ -189,13 +195,13 @@ def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> Gra
         starts = [start(move.peer, rank) for move in receives]
         move, rows = shifted(runs[home, 3], receives, starts)
         runs[home, 2], runs[home, 3] = local + move, rows
-    total = sum(schedule.key_owners.values())
+    total = sum(key_owners(schedule).values())
     return GradientReturn(
         total - schedule.query_rows,
         staged,
         sorted(move.peer for move in sends),
         Read(
-            [(move.peer, total - schedule.key_owners[move.peer]) for move in receives],
+            [(move.peer, total - key_owners(schedule)[move.peer]) for move in receives],
             runs,
             schedule.query_rows,
             [move.peer for move in receives],
@@ -219,7 +225,7 @@ def reads_of(schedule: Schedule) -> list[Read | None]:
 def _read(schedule: Schedule, stage: Stage, owners: list[int], later: set[int]) -> Read:
     parts = torch.searchsorted(torch.tensor(owners), stage.pulls[:, 2].contiguous())
     return Read(
-        [(peer, schedule.key_owners[peer]) for peer in owners],
+        [(peer, key_owners(schedule)[peer]) for peer in owners],
         torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
         stage.key_rows,
         [peer for peer in owners if peer not in later],
