@@ -4,7 +4,7 @@ little with their number: most of them say the same."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hcp.errors import HcpError
@@ -28,15 +28,20 @@ class Announcements:
         """The announcement of each rank. Ranks that say the same share one dictionary."""
         return [self._different[i] for i in self._which.tolist()]
 
-    def same(self, key: str, hint: str, whole: Callable[[], Any] | None = None) -> Any:
-        """Return the value that ranks announce. HcpError where two differ; None where no rank has
-        one.
+    def agreed(
+        self, hints: Mapping[str, str], wholes: Mapping[str, Callable[[], Any]]
+    ) -> dict[str, Any]:
+        """Return the values that ranks announce under these keys. HcpError where two differ, with
+        the key's hint; None where no rank has one.
 
-        ``whole``: what a rank announces a hash of. Ranks that differ gather it, to name the part
-        that does.
+        ``wholes``: what ranks announce hashes of, by key. Ranks that differ gather it, to name the
+        part that does.
         """
         if len(self._different) == 1:
-            return self._different[0][key]
+            return self._different[0]
+        return {key: self._same(key, hint, wholes.get(key)) for key, hint in hints.items()}
+
+    def _same(self, key: str, hint: str, whole: Callable[[], Any] | None) -> Any:
         values = [said[key] for said in self._different if said[key] is not None]
         if not values:
             return None

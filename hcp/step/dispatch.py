@@ -330,6 +330,23 @@ def _announce(
     }
 
 
+_SAME_PLAN = "give every rank the same lengths, limits, cost and sources"
+_SAME_TYPES = "name the same, in one order"
+_MUST_AGREE = {
+    "step": "call hcp.dispatch as often on every rank",
+    "plan": _SAME_PLAN,
+    "sources": _SAME_PLAN,
+    "comm_types": _SAME_TYPES,
+    "hierarchical_context_parallel_sizes": _SAME_TYPES,
+    "scan_type": "name the same",
+    "loss_mask": "name the same field",
+    "rules": "give every rank the same fields=",
+    "fields": "load the same fields on every rank",
+}
+"""What ranks announce that must be the same on all of them, in the order in which they compare it:
+and what to do where it differs."""
+
+
 # ---- the step ------------------------------------------------------------------------------------
 
 
@@ -582,8 +599,8 @@ def dispatch(
         tokens = plan.core.lengths
         lengths = [tokens[i] for i in loaded_by.loaded_by(transport.rank)]
         announced.append(Announced(own, rules, lengths))
-        handlers.extend(
-            handler_cls(
+        for micro_batch in range(plan.micro_batch_count):
+            handler = handler_cls(
                 plan,
                 micro_batch,
                 transport,
@@ -599,26 +616,16 @@ def dispatch(
                 scan_type=scan_type,
                 arrives=passage is None,
             )
-            for micro_batch in range(plan.micro_batch_count)
-        )
+            handlers.append(handler)
         said = json.dumps(message | announced[0].message()).encode()
         return said, _loss_tokens(own, loss_mask)
 
     said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
-    same = "give every rank the same lengths, limits, cost and sources"
-    said.same("step", "call hcp.dispatch as often on every rank")
-    said.same("plan", same, plan.to_dict)
-    said.same("sources", same, loaded_by.ranks.tolist)
-    for name in ("comm_types", "hierarchical_context_parallel_sizes"):
-        said.same(name, "name the same, in one order")
-    said.same("scan_type", "name the same")
-    said.same("loss_mask", "name the same field")
-    said.same("rules", "give every rank the same fields=")
-    described = said.same("fields", "load the same fields on every rank")
+    agreed = said.agreed(_MUST_AGREE, {"plan": plan.to_dict, "sources": loaded_by.ranks.tolist})
     loss_tokens.set(said.loss_tokens)
     rules = dict(fields or {})
     fields_here = [
-        Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
+        Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in agreed["fields"] or []
     ]
     rows = Carrier(plan, own, loaded_by, carrier, step)
     splits |= rows.splits(rules, announced[0], said)

@@ -36,7 +36,8 @@ class _World:
         self.size = size
         self.device = device
         self.timeout = timeout
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.messages: dict[tuple[int, int], deque[tuple[Stamp, Tensor] | Refusal]] = defaultdict(
             deque
         )
@@ -49,7 +50,7 @@ class _World:
         expect_here(self.process, "a rank of hcp.loopback")
 
     def wait_for(self, ready: Callable[[], bool], rank: int, what: str) -> None:
-        """Wait, holding ``changed``, until ``ready()``. A rank that fails ends the wait at once."""
+        """Wait, holding ``lock``, until ``ready()``. A rank that fails ends the wait at once."""
         done = self.changed.wait_for(lambda: ready() or self.failed is not None, self.timeout)
         if ready():
             return
@@ -103,13 +104,13 @@ class LoopbackTransport:
     def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
         self._world.expect_here()
         self._refused.add(refusal.call)
-        with self._world.changed:
+        with self._world.lock:
             for peer in peers:
                 self._world.messages[self.rank, peer].append(refusal)
             self._world.changed.notify_all()
 
     def send(self, sent: Tensor, sends: Sequence[Move], stamp: Stamp) -> None:
-        with self._world.changed:
+        with self._world.lock:
             for peer, row, rows in sends:
                 if peer != self.rank:
                     copied = sent[row : row + rows].clone()
@@ -136,11 +137,11 @@ class LoopbackTransport:
         self.bytes_received += rows.nbytes
 
     def _next(self, peer: int) -> tuple[Stamp, Tensor] | Refusal:
-        with self._world.changed:
+        with self._world.lock:
             messages = self._world.messages[peer, self.rank]
-            self._world.wait_for(
-                lambda: bool(messages), self.rank, f"the exchange with rank {peer}"
-            )
+            if not messages:
+                what = f"the exchange with rank {peer}"
+                self._world.wait_for(lambda: bool(messages), self.rank, what)
             return messages.popleft()
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
@@ -149,7 +150,7 @@ class LoopbackTransport:
     def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
         world = self._world
         world.expect_here()
-        with world.changed:
+        with world.lock:
             gathered = world.gathered[self._rounds]
             self._rounds += 1
             gathered[self.rank] = label(what, payload), count
@@ -157,7 +158,7 @@ class LoopbackTransport:
             world.wait_for(lambda: len(gathered) == self.size, self.rank, "the gathering")
             # Whoever is in a round has left the one before it.
             world.gathered.pop(self._rounds - 3, None)
-            parts, counts = zip(*(gathered[rank] for rank in range(self.size)), strict=True)
+            parts, counts = zip(*map(gathered.__getitem__, range(self.size)), strict=True)
         return unlabel(self.rank, what, gathered_of(parts, counts, self.rank))
 
 
@@ -307,7 +308,7 @@ def loopback(
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(LoopbackGroups(kind(world, rank)))
         except BaseException as error:
-            with world.changed:
+            with world.lock:
                 errors[rank] = error
                 if world.failed is None:
                     world.failed = rank
