@@ -64,11 +64,6 @@ def is_open(value: Any) -> bool:
     return True
 
 
-def is_closed_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class is one of torch's that keep groups there for what they shard."""
-    return type(tensor) not in OWN_TENSORS and is_closed_package(module_of(type(tensor)))
-
-
 def is_open_function(function: Any) -> bool:
     """Whether a function is, or wraps, one of the user's code."""
     return not all(map(is_closed_package, modules_of(function)))
@@ -119,10 +114,12 @@ def _is_wrapper(module: type) -> bool:
     classes = module.__mro__[: module.__mro__.index(torch.nn.Module)]
     if not classes:
         return False
-    own = module_of(classes[0])
+    own = str(classes[0].__module__)
+    if own.startswith("torch.nn.modules."):
+        return False
     if packages.is_sharder(own):
         return True
-    if not own.startswith("torch.") or own.startswith("torch.nn.modules."):
+    if not own.startswith("torch."):
         return False
     return all(module_of(cls).startswith("torch.") for cls in classes if cls is not object)
 

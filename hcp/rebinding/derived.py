@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -138,15 +138,14 @@ def add_names(names: Names) -> None:
 
 
 def _names_changed() -> None:
-    looks_dependent.cache_clear()
-    is_watched.cache_clear()
+    traits_of.cache_clear()
     revision.advance()
 
 
-def free_groups(source: object) -> Iterator[object]:
-    """Yield the groups of a trainer's collection that are the same in every layout."""
+def free_groups(source: object) -> list[object]:
+    """Return the groups of a trainer's collection that are the same in every layout."""
     fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
-    return (group for name, group in fields.items() if name in _FREE_GROUPS)
+    return [group for name, group in fields.items() if name in _FREE_GROUPS]
 
 
 def is_sized_once(name: str) -> bool:
@@ -224,33 +223,39 @@ def _ranks(value: Any) -> list[Any] | None:
 TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@cache
-def looks_dependent(name: str) -> bool:
-    """Whether a name is one of values that depend on context parallelism."""
-    bare = name.strip("_").lower()
-    return bare not in CP_FREE and (bare in DERIVED or _LOOKS.search(bare) is not None)
+class Traits(NamedTuple):
+    """What the name of a place says of the values in it."""
+
+    derivation: tuple[str, str] | None
+    """(role, kind) of a value that is derived from a group."""
+    names_a_group: bool
+    """Whether it is torch's `group_name` of a group."""
+    watched: bool
+    """Whether another number, text or tensor there changes the slots: either of these."""
+    looks_dependent: bool
+    """Whether it is one of values that depend on context parallelism."""
 
 
 @cache
+def traits_of(name: str) -> Traits:
+    bare, known = name.strip("_").lower(), derivation(name)
+    names_a_group = _GROUP_NAME.search(name.lower()) is not None
+    looks = bare not in CP_FREE and (bare in DERIVED or _LOOKS.search(bare) is not None)
+    return Traits(known, names_a_group, known is not None or names_a_group, looks)
+
+
 def is_watched(name: str, strict: bool) -> bool:
     """Whether another number, text or tensor in a place of this name changes the slots, or, if
     `strict`, what looks dependent."""
-    if derivation(name) is not None or names_a_group(name):
-        return True
-    return strict and (looks_dependent(name) or is_sized_once(name))
-
-
-@cache
-def names_a_group(name: str) -> bool:
-    """Whether a place of this name holds torch's `group_name` of a group."""
-    return _GROUP_NAME.search(name.lower()) is not None
+    traits = traits_of(name)
+    return traits.watched or (strict and (traits.looks_dependent or name in _SIZED_ONCE))
 
 
 @cache
 def role_of_name(name: str) -> str | None:
     """Return the role in a slot's name: cp for "cp", "cp_group" and "context_parallel_group"."""
     bare = name.strip("_").lower()
-    bare = bare.removesuffix("name").rstrip("_") if names_a_group(name) else bare
+    bare = bare.removesuffix("name").rstrip("_") if traits_of(name).names_a_group else bare
     for ending in ("_process_group", "_groups", "_group", "_pg"):
         bare = bare.removesuffix(ending)
     return _ROLE_ALIASES.get(bare, bare)

@@ -83,7 +83,7 @@ class Excluded:
 
 
 def _is_named(value: object) -> bool:
-    return is_a(value, str) or is_a(value, type)
+    return issubclass(type(value), (str, type))
 
 
 def _name(value: object) -> str:

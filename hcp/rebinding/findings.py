@@ -26,7 +26,7 @@ class Finding:
 def doubt_about_value(name: str, value: Any, twins: Twins) -> str | None:
     """Return the reason why a number, a flag or None of this name looks dependent on the layout, or
     None if it does not."""
-    if derived.looks_dependent(name):
+    if derived.traits_of(name).looks_dependent:
         return _doubt_about_name(name, value, twins)
     if value is True and derived.is_sized_once(name):
         return _doubt_about_size(twins)

@@ -64,7 +64,7 @@ class _Search:
     def __init__(self, walk: Walk) -> None:
         self._objects = gc.get_objects()  # first: what is made below does not count
         self._walk = walk
-        self._groups = {id(group): group for group in walk.twins.groups()}
+        self._groups = {id(group): group for group in walk.twins.groups}
         self._looked_into = {id(holder) for holder in walk.kept}
         self._known = _reached(walk)
         self._left_out = {**_reached(Walk.through(walk.left_out)), **_sources(walk)}

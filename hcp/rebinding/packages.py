@@ -14,8 +14,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from hcp.rebinding import derived, revision
-from hcp.rebinding.looks import is_a, module_of, own_attributes
+from hcp.rebinding import derived, revision, rules
+from hcp.rebinding.looks import is_a, own_attributes
 from hcp.rebinding.rules import Rule
 
 _DEEPSPEED = "hcp.integrations.deepspeed.rules"
@@ -71,26 +71,26 @@ def load_imported() -> None:
             _load(module)
 
 
-def rule_by_name(cls: type) -> Rule | None:
-    """Return the rule for a class itself, not for its bases. Loads the rules of its package."""
-    own = module_of(cls)
-    _meet(own)
+def rules_for(holder: Any, known: dict[type, list[Rule]]) -> list[Rule]:
+    """Return the rules for an object: those for its class before those for the bases, then those
+    whose test it passes. ``known``: the rules for classes, which is added to."""
+    cls = type(holder)
+    if cls not in known:
+        known[cls] = [rule for base in cls.__mro__ for rule in _own_rules(base)]
+    shapes = [shape for package in _loaded.values() for shape in package.shapes]
+    return known[cls] + [rule for fits, rule in shapes if fits(holder)]
+
+
+def _own_rules(cls: type) -> list[Rule]:
+    """Return the rules for one class alone: a user's, its package's, and a user's by its name.
+    Loads the rules of its package."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    _meet(name)
     for method, module in _METHODS.items():
         if method in vars(cls):
             _load(module)
-    name = f"{own}.{cls.__qualname__}"
-    for package in _loaded.values():
-        if name in package.classes:
-            return package.classes[name]
-    return None
-
-
-def rules_by_shape(holder: Any) -> Iterator[Rule]:
-    """Yield the rules whose test an object passes."""
-    for package in _loaded.values():
-        for fits, rule in package.shapes:
-            if fits(holder):
-                yield rule
+    packages = [package.classes[name] for package in _loaded.values() if name in package.classes]
+    return [*rules.REGISTERED.get(cls, ()), *packages[:1], *rules.REGISTERED.get(name, ())]
 
 
 @cache
@@ -111,15 +111,16 @@ def imported_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
                 yield name.rpartition(".")[2], namespace, (*stay, *defined)
 
 
-def _meet(module: str) -> None:
-    rules = _PACKAGES.get(module.partition(".")[0])
-    if rules is not None:
-        _load(rules)
+def _meet(name: str) -> None:
+    """Load the rules of the package that has a module, or a class, of this name."""
+    module = _PACKAGES.get(name.partition(".")[0])
+    if module is not None:
+        _load(module)
 
 
 def _load(module: str) -> None:
     if module not in _loaded:
-        rules: PackageRules = import_module(module).RULES
-        derived.add_names(rules.names)
-        _loaded[module] = rules
+        package: PackageRules = import_module(module).RULES
+        derived.add_names(package.names)
+        _loaded[module] = package
         revision.advance()

@@ -15,8 +15,8 @@ import torch
 
 from hcp._core import Structure
 from hcp.rebinding import derived
-from hcp.rebinding.closed import is_closed_tensor, is_wrapper
-from hcp.rebinding.looks import members, own_attributes
+from hcp.rebinding.closed import OWN_TENSORS, is_closed_package, is_wrapper
+from hcp.rebinding.looks import members, module_of, own_attributes
 from hcp.rebinding.places import ATOMS, MODULE_HOOKS, hooks_of, places, tensor_hooks
 
 _PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -55,8 +55,8 @@ class Records:
             return False
         self._tensors.add(id(attributes))
         self.holders.append(attributes)
-        if is_closed_tensor(tensor):
-            return False
+        if type(tensor) not in OWN_TENSORS and is_closed_package(module_of(type(tensor))):
+            return False  # a class of torch's that keeps groups there for what it shards
         hooks = hooks_of(tensor)
         self._hooks.append((weakref.ref(tensor), *hooks))
         for each in hooks:

@@ -9,7 +9,6 @@ from typing import Any
 from hcp.exchange.transport import Transport
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages
-from hcp.rebinding.looks import is_a
 from hcp.rebinding.twins import Twins
 from hcp.rebinding.walk import Walk
 
@@ -38,12 +37,13 @@ class Request:
             old: Any = tuple((id(a), id(b)) for a, b in self.old.items())
         else:
             old = (id(self.old), id(self.new))
-        chunks = self.model if is_a(self.model, (list, tuple)) else (self.model,)
+        model: Any = self.model
+        chunks = model if issubclass(type(model), (list, tuple)) else (model,)
         return (
             old,
             tuple(map(id, chunks)),
             self.strict,
-            *(x if is_a(x, str) else id(x) for x in self.exclude),
+            *[x if issubclass(type(x), str) else id(x) for x in self.exclude],
         )
 
     def layouts(self) -> str:

@@ -36,7 +36,8 @@ class Rule:
     refuse: Callable[[Any, ProcessGroups], str | None] | None = None
 
 
-_RULES: dict[type | str, list[Rule]] = {}
+REGISTERED: dict[type | str, list[Rule]] = {}
+"""The rules for each class, or "module.Name" of one, in the order in which they were given."""
 
 
 def register_rebind(
@@ -77,13 +78,8 @@ def register_rebind(
         if isinstance(given, str):
             raise ValueError(f"{name} is {given!r}, expected a tuple of names: ({given!r},)")
     rule = Rule(attributes, rebuild, tuple(caches), method, arguments, tuple(held), refuse)
-    _RULES.setdefault(cls, []).append(rule)
+    REGISTERED.setdefault(cls, []).append(rule)
     revision.advance()
-
-
-def registered(cls: type | str) -> list[Rule]:
-    """The rules for a class, or for a "module.Name", in the order in which they were given."""
-    return _RULES.get(cls, [])
 
 
 def attributes_of(

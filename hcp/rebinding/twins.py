@@ -21,18 +21,34 @@ class Twins:
         self.by_id: dict[int, dict[str, Any]] = {}
         """The twins by role of each object of the training layout, by its identity."""
         old, new = train.by_role, evaluation.by_role
+        levels, new_levels = train.hierarchy, evaluation.hierarchy
+        source, new_source = train.source, evaluation.source
         self.differing = [role for role in old if old[role] is not new.get(role)]
         """Roles whose groups change."""
-        self._add_all(train, evaluation)
-        self.eval_only = _only_in(evaluation, train)
+        self._add("collection", train, evaluation)
+        if source is not None and new_source is not None:
+            self._add("collection", source, new_source)
+        for role, group in old.items():
+            self._add(role, group, new.get(role))
+        for i, level in enumerate(levels):
+            # The name of Megatron's field for hierarchical CP groups, a list of one per level.
+            self._add(f"hcp[{i}]", level, new_levels[i] if i < len(new_levels) else None)
+        self.groups = self._differing([*old.values(), *levels])
+        """The groups of the training layout whose twin is another object."""
+        own = set() if evaluation is train else {id(evaluation)}
+        self.eval_only = set(map(id, new.values())) - set(map(id, old.values())) | own
         """Groups and collections that only the eval layout has, by identity."""
-        self.closed = _closed_sources(train, evaluation)
-        """Collections that the walk does not go into, by identity."""
-        self.known = {id(group) for group in derived.free_groups(train.source)}
+        # Where evaluation has none, nothing can replace the training collection, whose attributes
+        # are slots.
+        closed = () if new_source is None else (source, new_source)
+        self.closed = {id(each) for each in closed if each is not None}
+        """The trainer's collections that have a twin, by identity: the walk does not go into
+        them."""
+        self.known = set(map(id, derived.free_groups(source)))
         """Groups of the trainer's collection that are the same in every layout, by identity."""
         self.ranks = {role: train.ranks(role) for role in self.differing}
         self._derived: dict[tuple[str, str], tuple[Any, Any] | None] = {}
-        self._names = {str(group.group_name): group for group in self.groups()}
+        self._names = {str(group.group_name): group for group in self.groups}
 
     @classmethod
     def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
@@ -44,13 +60,11 @@ class Twins:
         self.differing = [f"group {i}" for i in range(len(mapping))]
         self.eval_only, self.closed, self.known = set(), set(), set()
         self.ranks, self._derived, self._names = {}, {}, {}
+        self.groups = [old for old in mapping if isinstance(old, dist.ProcessGroup)]
         return self
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of the training layout whose twin is another object."""
-        if self.layouts is None:
-            return [old for old in self.kept if isinstance(old, dist.ProcessGroup)]
-        every = [*self.layouts[0].by_role.values(), *self.layouts[0].hierarchy]
+    def _differing(self, every: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+        """Return those whose twin is another object, each once."""
         differing: dict[int, dist.ProcessGroup] = {}
         for group in every:
             for twin in self.by_id[id(group)].values():
@@ -83,7 +97,7 @@ class Twins:
 
     def derived(self, name: str) -> tuple[str, str, Any, Any] | None:
         """Return (role, kind, training value, eval value) of a derived value's name, or None."""
-        known = derived.derivation(name)
+        known = derived.traits_of(name).derivation
         if known is None:
             return None
         if known not in self._derived:
@@ -102,32 +116,6 @@ class Twins:
 
     def _add(self, role: str, original: object, value: object | None) -> None:
         self.by_id.setdefault(id(original), {})[role] = value
-
-    def _add_all(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
-        self._add("collection", train, evaluation)
-        if train.source is not None and evaluation.source is not None:
-            self._add("collection", train.source, evaluation.source)
-        new = evaluation.by_role
-        for role, group in train.by_role.items():
-            self._add(role, group, new.get(role))
-        levels = evaluation.hierarchy
-        for i, level in enumerate(train.hierarchy):
-            # The name of Megatron's field for hierarchical CP groups, a list of one per level.
-            self._add(f"hcp[{i}]", level, levels[i] if i < len(levels) else None)
-
-
-def _only_in(evaluation: ProcessGroups, train: ProcessGroups) -> set[int]:
-    """Return the identities of groups and collections that the training layout does not have."""
-    groups = set(map(id, evaluation.by_role.values())) - set(map(id, train.by_role.values()))
-    return groups if evaluation is train else groups | {id(evaluation)}
-
-
-def _closed_sources(train: ProcessGroups, evaluation: ProcessGroups) -> set[int]:
-    """Return the identities of the trainer's collections that have a twin. If evaluation has none,
-    nothing can replace the training collection: its attributes are slots."""
-    if evaluation.source is None:
-        return set()
-    return {id(source) for source in (train.source, evaluation.source) if source is not None}
 
 
 def _ambiguous(path: str, roles: Sequence[str]) -> str:

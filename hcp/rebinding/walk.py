@@ -21,7 +21,7 @@ from hcp.rebinding.findings import (
     doubt_about_mesh,
     doubt_about_value,
 )
-from hcp.rebinding.looks import has, is_a, module_of, own_attributes
+from hcp.rebinding.looks import has, is_a, own_attributes
 from hcp.rebinding.places import (
     ATOMS,
     Place,
@@ -33,7 +33,7 @@ from hcp.rebinding.places import (
     places,
 )
 from hcp.rebinding.records import Records
-from hcp.rebinding.rules import Rule, attributes_of, registered
+from hcp.rebinding.rules import Rule, attributes_of
 from hcp.rebinding.twins import Twins
 from hcp.rebinding.writers import (
     ClearedCache,
@@ -44,6 +44,8 @@ from hcp.rebinding.writers import (
     writer_of,
 )
 
+_NEVER_DERIVED = (torch.nn.Module, dist.ProcessGroup)
+"""Classes of values that are no size, rank or flag, whatever the place is called."""
 _WEAK = (weakref.ProxyType, weakref.CallableProxyType)
 
 
@@ -84,8 +86,7 @@ class Walk:
         self._ruled: set[tuple[int, str]] = set()
         """(identity of the owner, name) of places that a rule or a cache's slots cover."""
         self._class_rules: dict[type, list[Rule]] = {}
-        self._own_rules: dict[type, list[Rule]] = {}
-        self._weak = {id(ref): g for g in twins.groups() for ref in weakref.getweakrefs(g)}
+        self._weak = {id(ref): g for g in twins.groups for ref in weakref.getweakrefs(g)}
 
     def run(self, model: object) -> None:
         """Walk through a model, and then through the globals that its code reads."""
@@ -143,7 +144,8 @@ class Walk:
             return
         if kind == "class" and named and is_dataclass_field(owner, key) and self.twins.derived(key):
             return  # a dataclass's default: its instances hide it
-        watched = named and derived.is_watched(key, False)
+        derives = named and not issubclass(type(value), _NEVER_DERIVED)
+        watched = derives and derived.traits_of(key).watched
         own = self._derived(key, value, path) if watched else None
         role, new = own or self._replace(value, path, key)
         if not role:
@@ -171,9 +173,7 @@ class Walk:
     def _replace(self, value: Any, path: str, name: object) -> tuple[str, Any]:
         """The role and the new value of a place. The role is "" if nothing is to change."""
         if type(value) in ATOMS:
-            dependent = type(name) is str and (value is True or derived.looks_dependent(name))
-            if dependent or issubclass(type(value), torch.Tensor):
-                self._atom(value, path, name)
+            self._atom(value, path, name)
             return "", value
         roles = self.twins.by_id.get(id(value))
         if roles is not None:
@@ -183,7 +183,7 @@ class Walk:
         elif issubclass(type(value), (tuple, frozenset)):
             return self._replace_items(value, path, name)
         elif issubclass(type(value), torch.nn.Module):
-            self._reach(value, path)
+            self._later(value, path)
         elif id(value) in self._weak:
             return self._weakly(value, path, name)
         elif issubclass(type(value), dist.ProcessGroup):
@@ -225,7 +225,7 @@ class Walk:
     def _atom(self, value: Any, path: str, name: object) -> None:
         if issubclass(type(value), torch.Tensor) and self.records.note_tensor(value):
             self._later(value, path)
-        if type(name) is str:
+        if type(name) is str and (value is True or derived.traits_of(name).looks_dependent):
             self._doubt(path, doubt_about_value(name, value, self.twins))
 
     def _replace_items(self, value: Collection[Any], path: str, name: object) -> tuple[str, Any]:
@@ -298,7 +298,8 @@ class Walk:
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
-            if not is_closed_package(module_of(base)):
+            module = base.__module__
+            if type(module) is not str or not is_closed_package(module):
                 self._todo.append((base, f"class {base.__qualname__}"))
 
     # ---- derived values and caches ----
@@ -306,7 +307,7 @@ class Walk:
     def _derived(self, name: str, value: Any, path: str) -> tuple[str, Any] | None:
         """The role and the new value of a place with a derived value of the training layout. The
         role is "" if it is the same in both layouts. None for any other place."""
-        if type(value) is str and derived.names_a_group(name):
+        if type(value) is str and derived.traits_of(name).names_a_group:
             return self._group_name(name, value, path)
         known = self.twins.derived(name)
         if known is None:
@@ -368,23 +369,12 @@ class Walk:
         if issubclass(type(holder), type) or self.twins.layouts is None or not self.twins.ranks:
             return
         train, target = self.twins.layouts
-        for rule in (*self._rules_of(type(holder)), *packages.rules_by_shape(holder)):
+        for rule in packages.rules_for(holder, self._class_rules):
             changes, arguments = _ask(rule, holder, path, train, target)
             self._note_ruled(rule, holder, (*changes, *rule.held), train)
             self._rule_slots(rule, holder, path, changes)
             if arguments is not None:
                 yield self._method_slot(rule, holder, path, arguments)
-
-    def _rules_of(self, cls: type) -> list[Rule]:
-        """The rules for a class, its own before those for its bases."""
-        if cls not in self._class_rules:
-            rules: list[Rule] = []
-            for base in cls.__mro__:
-                if base not in self._own_rules:
-                    self._own_rules[base] = list(_rules_for(base))
-                rules += self._own_rules[base]
-            self._class_rules[cls] = rules
-        return self._class_rules[cls]
 
     def _note_ruled(
         self, rule: Rule, holder: Any, names: tuple[str, ...], train: ProcessGroups
@@ -437,15 +427,6 @@ def _owner_of(holder: Any, name: str) -> tuple[str, Any]:
     if issubclass(type(holder), torch.nn.Module) and name in holder._buffers:
         return "entry", holder._buffers
     return "entry", attributes
-
-
-def _rules_for(base: type) -> Iterator[Rule]:
-    """Yield the rules for one class alone: a user's, its package's, and a user's by its name."""
-    own = packages.rule_by_name(base)
-    yield from registered(base)
-    if own is not None:
-        yield own
-    yield from registered(f"{base.__module__}.{base.__qualname__}")
 
 
 def _ask(

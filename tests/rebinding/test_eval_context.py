@@ -326,11 +326,12 @@ def count_the_calls_of_switches(rank, size):
     first, second = walk_of(switch), walk_of(switch)
     assert "rebinding/walk.py:run" in first.functions  # the first one walks, and no other
     assert "rebinding/walk.py:run" not in second.functions
-    assert first.calls <= 700, first.most()
-    assert first.switches <= 400, first.most()
-    assert second.calls <= 130, second.most()
+    assert first.calls <= 560, first.most()
+    assert first.switches <= 200, first.most()
+    assert second.calls <= 100, second.most()
 
 
 def test_a_switch_of_a_small_model_takes_few_python_calls():
-    """Room is left: under Python 3.11 the first takes 562 and the second 69."""
+    """Room is left: under Python 3.11 the first takes 517 in
+    195 switches, of the modules that it imports too, and the second 68."""
     run_ranks(2, count_the_calls_of_switches)

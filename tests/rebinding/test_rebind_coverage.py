@@ -400,7 +400,7 @@ def mamba(layouts):
     yield lambda heads: Model(
         layouts[0], mixer=Model(layouts[0], cp=MambaContext(layouts[0].cp, heads))
     )
-    rules._RULES.pop(MambaContext, None)
+    rules.REGISTERED.pop(MambaContext, None)
     SIZES.clear()
 
 
@@ -786,7 +786,7 @@ def test_a_users_rule_is_asked_after_the_one_that_comes_with_hcp_and_so_wins(lay
         with hcp.eval_cp_context(model, *layouts):
             assert (model.mixer.cp.nheads_local_tpcp, model.mixer.cp.cp_size) == (8, 4)
     finally:
-        rules._RULES.pop(name)
+        rules.REGISTERED.pop(name)
         SIZES.clear()
 
 
@@ -811,7 +811,7 @@ def test_a_rule_says_what_a_class_holds_in_a_layout(layouts):
             (2, 5, None),
         )
     finally:
-        rules._RULES.pop(Router, None)
+        rules.REGISTERED.pop(Router, None)
 
 
 def test_a_rule_may_refuse_by_name(layouts):
@@ -826,7 +826,7 @@ def test_a_rule_may_refuse_by_name(layouts):
         ):
             pytest.fail("the context was entered")
     finally:
-        rules._RULES.pop(Router, None)
+        rules.REGISTERED.pop(Router, None)
 
 
 # ---- exclude, audit, strict ----------------------------------------------------------------------
@@ -1476,7 +1476,7 @@ def test_a_name_that_is_registered_between_two_contexts_counts(layouts, monkeypa
 
 
 def test_a_rule_that_is_registered_between_two_contexts_counts(layouts, monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", {})
+    monkeypatch.setattr(rules, "REGISTERED", {})
     model = Model(layouts[0], router=Router(8))
     check(model, layouts, lambda: model.router.share, 8)
     hcp.register_rebind(Router, attributes=lambda r, pgs: {"share": r.experts // pgs.size("cp")})
