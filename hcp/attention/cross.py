@@ -12,7 +12,7 @@ key-value heads, D head size, E head size of values.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
