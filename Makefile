@@ -266,7 +266,7 @@ $(READY): $(BUILT_FROM) | $(PY)
 	@echo '$(CURDIR) CUDA=$(CUDA)' > $@
 
 $(WITH)%: pyproject.toml hcp/_versions.py $(if $(filter newest,$(EDGE)),FORCE) | $(READY)
-	@echo "Installing what make $* needs, 10 seconds"
+	@echo "Installing the extra $* of pyproject.toml, 10 seconds"
 	@$(PY) .github/extras.py --edge $(EDGE) $* | $(INSTALL) $(if $(filter newest,$(EDGE)),--upgrade) --requirement /dev/stdin
 	@touch $@
 
