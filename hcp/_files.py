@@ -21,54 +21,19 @@ def write_file(
     it is. Raises OSError that names the path; the old file is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    with _naming(path):
-        target = _target(path)
-        if _is_special(target):
+    with naming(path):
+        target = target_of(path)
+        if is_special(target):
             target.write_bytes(data)
             return
-        with _new_beside(target, data) as new:
+        with new_beside(target, data) as new:
             if target.exists():
                 new.chmod(target.stat().st_mode & 0o7777)
             before()
             new.replace(target)
 
 
-def append_to_file(path: PathLike, text: str) -> None:
-    """Add text at the end of a file, as UTF-8: all of it or, with OSError that names the path,
-    nothing."""
-    data = text.encode()
-    with _naming(path), Path(path).open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def expect_writable(name: str, path: PathLike) -> None:
-    """Raise ValueError unless `write_file` could write this file, which nothing is written to."""
-    try:
-        target = _target(path)
-        if not _is_special(target):
-            with _new_beside(target, bytes(4096)):  # on a full disk, an empty one can be made
-                pass
-    except OSError as error:
-        raise ValueError(
-            f"{name} is {os.fspath(path)}, expected a file that can be written: {error.strerror}"
-        ) from None
-
-
-def remove_unfinished(path: PathLike) -> None:
-    """Remove what writers of this file that were killed have left beside it."""
-    target = Path(path)
-    for left in target.parent.glob(_new_name(target, "*")):
-        left.unlink(missing_ok=True)
-
-
-def _target(path: PathLike) -> Path:
+def target_of(path: PathLike) -> Path:
     """The file itself, where the path is a link. OSError if it must not be written."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -78,18 +43,18 @@ def _target(path: PathLike) -> Path:
     return target
 
 
-def _is_special(target: Path) -> bool:
+def is_special(target: Path) -> bool:
     return target.exists() and not target.is_file()
 
 
-def _new_name(target: Path, mark: str) -> str:
+def new_name(target: Path, mark: str) -> str:
     return f".{target.name[:50]}.{mark}.new"
 
 
 @contextlib.contextmanager
-def _new_beside(target: Path, data: bytes) -> Iterator[Path]:
+def new_beside(target: Path, data: bytes) -> Iterator[Path]:
     """Inside this context there is a file of these bytes on the disk, with a name of its own."""
-    new = target.with_name(_new_name(target, os.urandom(8).hex()))
+    new = target.with_name(new_name(target, os.urandom(8).hex()))
     file = new.open("xb")
     try:
         with file:
@@ -102,7 +67,7 @@ def _new_beside(target: Path, data: bytes) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _naming(path: PathLike) -> Iterator[None]:
+def naming(path: PathLike) -> Iterator[None]:
     """Inside this context, OSErrors name this path, not that of the new file."""
     try:
         yield

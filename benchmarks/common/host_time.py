@@ -46,11 +46,12 @@ from hcp.attention.kernels import (
     kernel_for,
 )
 from hcp.exchange.agreement import Refusal, Stamp
-from hcp.exchange.gather import Gathered, gathered_of
+from hcp.exchange.gather import Gathered
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.torch_p2p import Stamps
 from hcp.exchange.transport import Pending, Share, register
+from hcp.tools.loopback import gathered_of
 
 ROWS, HEADS, HEAD_DIM = 16, 8, 8
 CALLS = 10

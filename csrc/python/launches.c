@@ -1,4 +1,5 @@
-/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages. */
+/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages,
+ * pairs of a mask. */
 #include "glue.h"
 
 /* The 64-bit numbers of a buffer, read-only. Returns 0, or -1 with an exception set. */
@@ -97,7 +98,54 @@ static PyObject *mailbox_rounds(PyObject *module, PyObject *args) {
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
+/* ---- slices of a mask ---- */
+
+/* The slices of a sequence of numbers, six each, which the caller frees. */
+static int slices_from(PyObject *words, hcp_slice **slices, int64_t *n) {
+  int64_t *values;
+  Py_ssize_t count;
+  if (hcp_py_int64s(words, "words", &values, &count) < 0) return -1;
+  *slices = (hcp_slice *)(void *)values;
+  *n = count / 6;
+  return 0;
+}
+
+static PyObject *slices_pairs(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *words, *ends[2];
+  int64_t n, first, end;
+  hcp_slice *slices;
+  if (!PyArg_ParseTuple(args, "OOO:slices_pairs", &words, &ends[0], &ends[1]) ||
+      hcp_py_int64(ends[0], "first", &first) < 0 || hcp_py_int64(ends[1], "end", &end) < 0 ||
+      slices_from(words, &slices, &n) < 0)
+    return NULL;
+  int64_t pairs = hcp_slices_pairs(slices, n, first, end);
+  PyMem_Free(slices);
+  return PyLong_FromLongLong(pairs);
+}
+
+static PyObject *slices_overlap(PyObject *module, PyObject *words) {
+  (void)module;
+  hcp_slice *slices;
+  hcp_common_pair x;
+  hcp_error err;
+  int64_t n;
+  int32_t overlap;
+  if (slices_from(words, &slices, &n) < 0) return NULL;
+  hcp_status status;
+  Py_BEGIN_ALLOW_THREADS status = hcp_slices_overlap(slices, n, &overlap, &x, &err);
+  Py_END_ALLOW_THREADS PyMem_Free(slices);
+  if (status != HCP_OK) return hcp_py_raise(&err);
+  if (!overlap) Py_RETURN_NONE;
+  return Py_BuildValue("(LLLL)", (long long)x.slice, (long long)x.other, (long long)x.query,
+                       (long long)x.key);
+}
+
 static PyMethodDef functions[] = {
+    {"slices_pairs", slices_pairs, METH_VARARGS,
+     "Pairs that queries from first up to end see, of a mask's words."},
+    {"slices_overlap", slices_overlap, METH_O,
+     "Two slices of a mask's words that see the same pair, with its query and key, or None."},
     {"mailbox_rounds", mailbox_rounds, METH_VARARGS,
      "Messages of (peer, row, rows) through mailboxes of so many rows, as words of a table."},
     {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,

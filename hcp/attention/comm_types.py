@@ -17,6 +17,7 @@ from hcp._validate import expect_items, plain
 from hcp._words import CommType
 from hcp.exchange.sizes import STAGE_ROWS
 from hcp.planning.cost import CostModel
+from hcp.planning.limits import divisors
 from hcp.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def check_masks(comm_types: Sequence[str], plan: Plan) -> None:
 def fitted_sizes(sizes: Sequence[int], degree: int) -> tuple[int, int]:
     """Two levels for a fixed degree: the largest inner one up to that of ``sizes``."""
     wish = math.prod(sizes[:-1])
-    inner = max(m for m in range(1, degree + 1) if degree % m == 0 and m <= wish)
+    inner = max(m for m in divisors(degree) if m <= wish)
     return inner, degree // inner
 
 

@@ -9,15 +9,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from hcp._files import expect_writable, write_file
+from hcp._files import write_file
 from hcp._validate import flag
 from hcp.cli.lengths import FIELDS
-from hcp.planning.cost import PRESETS, CostModel
+from hcp.planning.cost import CostModel
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
 from hcp.planning.plan import Plan
 from hcp.tools.drawing import timeline_page, timeline_svg
+from hcp.tools.presets import PRESETS
 from hcp.tools.programs.arguments import HelpFormatter, whole_number
 from hcp.tools.programs.families import FAMILIES, describe
+from hcp.tools.programs.files import expect_writable
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
 """The limits that have an option: integers and choices."""

@@ -28,7 +28,6 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hcp._files import expect_writable
 from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
@@ -43,6 +42,7 @@ from hcp.tools.programs.arguments import (
     whole_number,
 )
 from hcp.tools.programs.data import VOCABULARY_SIZE
+from hcp.tools.programs.files import expect_writable
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hcp._files import expect_writable, remove_unfinished, write_file
+from hcp._files import write_file
 from hcp._validate import expect_names
+from hcp.tools.programs.files import expect_writable, remove_unfinished
 from hcp.tools.programs.launch import InputError
 
 FILE = "checkpoint.pt"

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hcp._files import append_to_file, expect_writable, write_file
+from hcp._files import write_file
 from hcp.planning.plan import Plan
 from hcp.tools.drawing import timeline_svg
 from hcp.tools.programs.draw import pyplot, write_figure
+from hcp.tools.programs.files import append_to_file, expect_writable
 from hcp.tools.programs.progress import progress
 from hcp.tools.programs.records import (
     NAMES,

@@ -377,7 +377,8 @@ class EvalPlan:
         assert self.lengths is not None
         made, ranks, wanted = self.plan(batch), self.groups.size("dp_cp"), self._global_batch(batch)
         lengths, _, samples = planner.gather(read, passage)
-        by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
+        sources = [(i - wanted.start) % ranks for i in wanted]
+        by_rank = sorted(wanted, key=lambda i: sources[i - wanted.start])
         planned = [self.lengths[i] for i in by_rank]
         if lengths != planned:
             at = next(k for k, n in enumerate(planned) if lengths[k : k + 1] != [n])
@@ -386,7 +387,6 @@ class EvalPlan:
                 f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}",
                 code="length-changed",
             )
-        sources = [(i - wanted.start) % ranks for i in wanted]
         return planner.dispatch(made, samples, sources, self.groups, passage=passage)
 
     def _own(self, batch: int) -> range:

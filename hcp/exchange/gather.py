@@ -96,17 +96,6 @@ class Gathered(NamedTuple):
         return self._replace(different=[function(message) for message in self.different])
 
 
-def gathered_of(messages: Sequence[bytes], counts: Sequence[float], rank: int) -> Gathered:
-    """Make the value of all ranks' messages and counts."""
-    numbers = {message: i for i, message in enumerate(dict.fromkeys([messages[rank], *messages]))}
-    which = [numbers[message] for message in messages]
-    return Gathered(
-        list(numbers),
-        torch.tensor(which, dtype=torch.int64, device="cpu"),
-        torch.tensor(counts, dtype=torch.float64, device="cpu"),
-    )
-
-
 def block_size(ranks: int) -> int:
     """Return the bytes of a block into which most messages fit: few, where there are many ranks."""
     return max(1024, min(4096, 2**24 // ranks // 8 * 8))

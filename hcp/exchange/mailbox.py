@@ -216,8 +216,10 @@ class _Rounds(Sections):
 
 def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int) -> list[_Round]:
     """Cut messages into rounds of at most ``mailbox_rows`` rows for each pair of ranks."""
-    flat = (array("q", itertools.chain.from_iterable(moves)) for moves in (sends, receives))
-    table = _Rounds(tensor_of(_core.mailbox_rounds(*flat, mailbox_rows), torch.int64))
+    sent, received = (
+        array("q", itertools.chain.from_iterable(moves)) for moves in (sends, receives)
+    )
+    table = _Rounds(tensor_of(_core.mailbox_rounds(sent, received, mailbox_rows), torch.int64))
     stages, stretches = table.stages(), table.stretches()
     ends = [[0, 0], *table.records("ROUNDS")]
     return [_Round(stages[a:b], stretches[c:d]) for (a, c), (b, d) in itertools.pairwise(ends)]

@@ -6,7 +6,6 @@ AttnSlice (https://arxiv.org/abs/2505.13211). Kernels compute slices as they are
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from hcp import _core
 from hcp._validate import (
     IntegerArray,
     expect_choice,
@@ -49,26 +49,6 @@ class Slice(NamedTuple):
         low = first_key - first if self.kind in (INVERSE_CAUSAL, BOTH) else first_key - end + 1
         high = end_key - end if self.kind in (CAUSAL, BOTH) else end_key - first - 1
         return low, high
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
-        low, high = self.band
-        return 0 if low > high else _pairs_up_to(self, high) - _pairs_up_to(self, low - 1)
-
-
-def _pairs_up_to(part: Slice, ahead: int) -> int:
-    """Pairs of a slice's rectangle whose key is at most ``ahead`` tokens ahead of its query."""
-    (first, end), (first_key, end_key) = part.queries, part.keys
-    keys = end_key - first_key
-
-    def before(queries: int) -> int:
-        """Pairs of so many queries: the first has one key, each next one has one key more."""
-        rising = max(0, min(queries, keys))
-        return rising * (rising + 1) // 2 + max(0, queries - rising) * keys
-
-    one = first + ahead - first_key + 1  # keys of the first query, if the rectangle had no edges
-    return before(one + end - first - 1) - before(one - 1)
 
 
 class Mask:
@@ -345,7 +325,7 @@ class Mask:
     @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees: what attention costs."""
-        return sum(part.pairs for part in self.slices)
+        return _core.slices_pairs(self.words, 0, self.length)
 
     def pairs_of(self, first: int, end: int) -> int:
         """Count the pairs of some queries.
@@ -357,13 +337,7 @@ class Mask:
         Returns:
             How many query-key pairs they have.
         """
-        count = 0
-        for part in self.slices:
-            (low, high), own = part.band, (max(first, part.queries[0]), min(end, part.queries[1]))
-            if own[0] < own[1] and low <= high:
-                cut = Slice(own, part.keys)
-                count += _pairs_up_to(cut, high) - _pairs_up_to(cut, low - 1)
-        return count
+        return _core.slices_pairs(self.words, expect_size("first", first, least=0), end)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
@@ -393,7 +367,7 @@ class Mask:
     @cached_property
     def words(self) -> tuple[int, ...]:
         """The slices as the core takes them: two ranges and the band of each."""
-        return tuple(n for part in self.slices for n in (*part[0], *part[1], *part.band))
+        return _words(self.slices)
 
     @cached_property
     def end(self) -> int:
@@ -522,33 +496,17 @@ def _checked(length: int, i: int, part: Any) -> Slice:
 
 def _expect_apart(slices: Sequence[Slice]) -> None:
     """Raise ValueError where a pair of a query and a key is in two slices."""
-    order = sorted(range(len(slices)), key=lambda i: slices[i].queries)
-    open_slices: list[tuple[int, int]] = []  # (end of the queries, index)
-    for i in order:
-        part = slices[i]
-        while open_slices and open_slices[0][0] <= part.queries[0]:
-            heapq.heappop(open_slices)
-        for _, other in open_slices:
-            pair = _common_pair(part, slices[other])
-            if pair is not None:
-                a, b = sorted((i, other))
-                raise ValueError(
-                    f"slices[{a}] is {tuple(slices[a])} and slices[{b}] {tuple(slices[b])}: query "
-                    f"{pair[0]} sees key {pair[1]} in both, expected slices without a common pair"
-                )
-        heapq.heappush(open_slices, (part.queries[1], i))
+    found = _core.slices_overlap(_words(slices))
+    if found is not None:
+        a, b, query, key = found
+        raise ValueError(
+            f"slices[{a}] is {tuple(slices[a])} and slices[{b}] {tuple(slices[b])}: query "
+            f"{query} sees key {key} in both, expected slices without a common pair"
+        )
 
 
-def _common_pair(a: Slice, b: Slice) -> tuple[int, int] | None:
-    """A query and a key that both slices have; None: there is none."""
-    first, end = max(a.queries[0], b.queries[0]), min(a.queries[1], b.queries[1])
-    first_key, end_key = max(a.keys[0], b.keys[0]), min(a.keys[1], b.keys[1])
-    low = max(a.band[0], b.band[0], first_key - end + 1)
-    high = min(a.band[1], b.band[1], end_key - first - 1)
-    if first >= end or first_key >= end_key or low > high:
-        return None
-    query = max(first, first_key - low)
-    return (query, query + low) if query + low < end_key else (first_key - low, first_key)
+def _words(slices: Iterable[Slice]) -> tuple[int, ...]:
+    return tuple(n for part in slices for n in (*part[0], *part[1], *part.band))
 
 
 def _runs_of(length: int, positions: Any) -> tuple[tuple[int, int], ...] | None:

@@ -63,19 +63,6 @@ class MemoryModel:
         model = self if chunks is None else replace(self, head_chunks=chunks)
         return _core.memory_bytes(model.numbers(), rows, tokens, degree)
 
-    def chunks_for(self, rows: int, tokens: int, degree: int) -> int:
-        """Choose the fewest chunks of heads that fit.
-
-        Args:
-            rows: of the rank.
-            tokens: of the sequences of its group.
-            degree: ranks of the group.
-
-        Returns:
-            Their number; ``head_chunks`` if none fit.
-        """
-        return _core.memory_chunks(self.numbers(), rows, tokens, degree)
-
     def numbers(self) -> tuple[int, ...]:
         """Return the core's integers, in its order."""
         return tuple(getattr(self, name) for name in self.__slots__)

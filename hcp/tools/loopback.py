@@ -21,7 +21,7 @@ from hcp._ranges import ranged
 from hcp._this_process import expect_here
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
-from hcp.exchange.gather import NO_COUNT, Gathered, gathered_of
+from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import copy_to_self
 from hcp.exchange.transport import Pending, Share, register, rows_of
@@ -236,6 +236,17 @@ class _LoopbackReading:
 
     def wait(self) -> Tensor:
         return self._rows
+
+
+def gathered_of(messages: Sequence[bytes], counts: Sequence[float], rank: int) -> Gathered:
+    """Make the value of all ranks' messages and counts."""
+    numbers = {message: i for i, message in enumerate(dict.fromkeys([messages[rank], *messages]))}
+    which = [numbers[message] for message in messages]
+    return Gathered(
+        list(numbers),
+        torch.tensor(which, dtype=torch.int64, device="cpu"),
+        torch.tensor(counts, dtype=torch.float64, device="cpu"),
+    )
 
 
 def one_rank(device: torch.device) -> LoopbackTransport:

@@ -32,9 +32,10 @@ from hcp.exchange.agreement import (
     header_of_refusal,
     read_header,
 )
-from hcp.exchange.gather import NO_COUNT, block_of, block_size, gathered_of, read_blocks
+from hcp.exchange.gather import NO_COUNT, block_of, block_size, read_blocks
 from hcp.exchange.tables import Origin
 from hcp.exchange.torch_p2p import TorchTransport
+from hcp.tools.loopback import gathered_of
 
 LENGTH, HEADS, GROUPS, SIZE = 32, 4, 2, 8
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.cost import PRESETS, PRICES, TIMES, Table
+from hcp.planning.cost import PRICES, TIMES, Table
+from hcp.tools.presets import PRESETS
 from hcp.tools.rates import rates_of
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import masks
+from support import masks, slices
 
 import hcp
-from hcp import Mask
+from hcp import Mask, _core
 from hcp.exchange.layout import Layout
 from hcp.planning.mask import KINDS, Slice
 from hcp.planning.plan import lower_bound
@@ -389,3 +389,28 @@ def test_positions_beyond_what_the_core_counts_are_refused() -> None:
     mask = Mask(6, [((0, 6), (0, 6), "causal")], [(0, 0), (3, 2**39)])
     with pytest.raises(ValueError, match=r"has position 549755813888 at token 3 of sequence 0"):
         hcp.plan([6], masks=[mask], ranks=1, max_tokens_per_rank=8)
+
+
+def test_the_core_counts_pairs_and_finds_common_ones_as_slow_python_does() -> None:
+    draw = Random(1)
+    overlaps = 0
+    for _ in range(3000):
+        length = draw.randint(1, 12)
+        ends = [sorted(draw.sample(range(length + 1), 2)) for _ in range(2 * draw.randint(0, 4))]
+        parts = [
+            Slice((*queries,), (*keys,), draw.choice(KINDS))  # type: ignore[arg-type]
+            for queries, keys in zip(ends[::2], ends[1::2], strict=True)
+        ]
+        words = [n for part in parts for n in (*part.queries, *part.keys, *part.band)]
+        first, end = sorted(draw.choices(range(length + 1), k=2))
+        seen = [query for part in parts for query, _ in slices.pairs_of(part)]
+        assert _core.slices_pairs(words, first, end) == sum(first <= q < end for q in seen), parts
+        found, expected = _core.slices_overlap(words), slices.first_overlap(parts)
+        assert (found is None) == (expected is None), parts
+        if found is not None:
+            a, b, *pair = found
+            common = slices.pairs_of(parts[a]) & slices.pairs_of(parts[b])
+            assert a < b
+            assert tuple(pair) in common, parts
+            overlaps += 1
+    assert overlaps > 500

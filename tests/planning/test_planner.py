@@ -26,9 +26,9 @@ from support.optimum import chosen, costs, optimum, slow_time, tiny
 import hcp
 from hcp._words import Preset, Sync
 from hcp.planning.ahead import PlanAhead
-from hcp.planning.cost import PRESETS
 from hcp.planning.plan import lower_bound
 from hcp.tools.check import check_plan
+from hcp.tools.presets import PRESETS
 from hcp.tools.programs.families import FAMILIES
 
 # ---- cost ----------------------------------------------------------------------------------------

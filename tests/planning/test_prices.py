@@ -78,7 +78,7 @@ def test_bytes_and_chunks_of_heads(
     place = rows, tokens, degree
     assert memory.bytes(*place) == plan_prices.bytes_of(memory, *place, memory.head_chunks)
     assert memory.bytes(*place, 3) == plan_prices.bytes_of(memory, *place, 3)
-    assert memory.chunks_for(*place) == plan_prices.chunks_for(memory, *place)
+    assert _core.memory_chunks(memory.numbers(), *place) == plan_prices.chunks_for(memory, *place)
 
 
 def test_bytes_that_do_not_fit_are_the_largest_integer() -> None:

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import hcp
-from hcp._files import append_to_file, expect_writable, write_file
+from hcp._files import write_file
 from hcp.cli.plan import main as plan_main
 from hcp.demo import checkpoint
 from hcp.tools.programs.draw import pyplot, write_figure
+from hcp.tools.programs.files import append_to_file, expect_writable
 from hcp.tools.programs.launch import InputError
 
 

@@ -347,6 +347,8 @@ def test_the_library_imports_neither_program_nor_tool_nor_integration() -> None:
     assert found == {
         # A plan's timeline, imported when a notebook shows the plan.
         "hcp/planning/plan.py": {"hcp.tools.drawing"},
+        # Published prices, imported when one is asked for by name.
+        "hcp/planning/cost.py": {"hcp.tools.presets"},
         # A backend by name, imported when it is asked for: nobody has to import it before.
         "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
         # Rules for a package's classes, imported when a model has one of them.

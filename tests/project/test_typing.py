@@ -17,10 +17,11 @@ from hcp.attention.qkv_format import QKV_FORMATS
 from hcp.attention.scan_types import SCAN_TYPES
 from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.payloads import SPLITS
-from hcp.planning import cost, limits
+from hcp.planning import limits
 from hcp.rebinding.derived import KINDS
 from hcp.step import backends, config
 from hcp.step.loss import GRAD_REDUCE
+from hcp.tools import presets
 
 WORDS = {
     "Backend": tuple(backends.BACKENDS),
@@ -29,7 +30,7 @@ WORDS = {
     "DerivedKind": KINDS,
     "GradReduce": GRAD_REDUCE,
     "PayloadSplit": SPLITS,
-    "Preset": tuple(cost.PRESETS),
+    "Preset": tuple(presets.PRESETS),
     "QkvFormat": QKV_FORMATS,
     "ScanType": SCAN_TYPES,
     "Scheduler": (*config.SCHEDULERS, *config.MEGATRON_SCHEDULERS),

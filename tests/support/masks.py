@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hcp import Mask
 from hcp.planning.mask import Slice
+from support import slices
 
 
 def _spans(r: Random, length: int) -> list[tuple[int, int]]:
@@ -35,7 +36,7 @@ def _holes(r: Random, length: int) -> Mask:
         for _ in range(2)
     )
     grid = [Slice(q, k, r.choice(kinds)) for q in queries for k in keys if r.random() < 0.4]
-    return Mask(length, [part for part in grid if part.pairs])
+    return Mask(length, [part for part in grid if slices.pairs_of(part)])
 
 
 def _positions(r: Random, length: int) -> Mask:

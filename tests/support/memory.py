@@ -15,9 +15,10 @@ import hcp
 from hcp.attention import kernels
 from hcp.attention.kernels import Launch, wide
 from hcp.exchange.agreement import Refusal, Stamp
-from hcp.exchange.gather import Gathered, gathered_of
+from hcp.exchange.gather import Gathered
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Pending, register
+from hcp.tools.loopback import gathered_of
 
 
 class Alone:

@@ -277,6 +277,20 @@ typedef struct hcp_slice {
   int64_t low, high;
 } hcp_slice;
 
+/* Count the pairs of queries [first, end) that slices of one mask see. Tokens are below 2^31, and
+ * the slices have no pair in common. */
+int64_t hcp_slices_pairs(const hcp_slice *slices, int64_t n, int64_t first, int64_t end);
+
+/* A query and a key that two slices see. */
+typedef struct hcp_common_pair {
+  int64_t slice, other; /* their places, ascending */
+  int64_t query, key;
+} hcp_common_pair;
+
+/* Find a pair that two of n slices see: *overlap is 1, and *found says which; else it is 0. */
+hcp_status hcp_slices_overlap(const hcp_slice *slices, int64_t n, int32_t *overlap,
+                              hcp_common_pair *found, hcp_error *err);
+
 /* Consecutive tokens of a sequence from this one on, up to the next run: their positions
  * ascend one by one. */
 typedef struct hcp_position_run {
