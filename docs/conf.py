@@ -137,6 +137,12 @@ OF_README = {
 
 OWNERS = {
     "cp": "ContextParallelHandler",
+    "cp.comm": "CommChoices",
+    "cp.group": "HandlerGroup",
+    "cp.scan": "Scan",
+    "cp.sequences": "SequenceValues",
+    "cp.sparse": "SparseAttention",
+    "cp.whole": "WholeSequences",
     "plan": "Plan",
     "step": "Step",
     "groups": "ProcessGroups",
@@ -266,6 +272,9 @@ def full_name(text: str) -> str:
     """The name of a docstring's object, for the words that pages use; "" for other words."""
     named = re.match(r"([A-Za-z_]\w*(?:\.\w+)*)(?:\(|$)", text)
     first, dot, rest = named[1].partition(".") if named else ("", "", "")
+    part, of_part, inside = rest.partition(".")
+    if of_part and f"{first}.{part}" in OWNERS:
+        first, rest = f"{first}.{part}", inside
     if first == "hcp":
         return f"hcp.{rest}"
     owner = OWNERS.get(first, first) if dot else first

@@ -37,7 +37,8 @@ class CoreAttention(torch.nn.Module):
         """
         super().__init__()
         expect_known("CoreAttention", options, LayerOptions)
-        self.options = options
+        for name, value in options.items():
+            setattr(self, name, value)
         self.sinks: torch.nn.Parameter | None
         self.register_parameter("sinks", sinks)
 
@@ -128,7 +129,7 @@ def _own(
     comm_type: str | None,
 ) -> dict[str, Any]:
     """Return the options of hcp's own attention."""
-    options = LayerOptions() if attn_mod is None else attn_mod.options
+    options = {name: getattr(attn_mod, name) for name in _OPTIONS if hasattr(attn_mod, name)}
     own_type = options.get("comm_type")
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
@@ -149,6 +150,8 @@ def _own(
         "layer": getattr(attn_mod, "layer_number", None),
     }
 
+
+_OPTIONS = sorted(LayerOptions.__optional_keys__)
 
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 

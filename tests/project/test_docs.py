@@ -418,8 +418,8 @@ WORDS = set(re.findall(r"[a-z_]+", SOURCES))
 
 # ---- Docstrings ----------------------------------------------------------------------------------
 
-PARTS = {f"cp.{name}": value_of(cls) for name, cls in parts_of_handler().items()}
-MADE = {hcp.Plan, hcp.ProcessGroups, hcp.LocalBatch, hcp.Step, hcp.HcpError, *PARTS.values()}
+PARTS = {value_of(cls): f"cp.{name}" for name, cls in parts_of_handler().items()}
+MADE = {hcp.Plan, hcp.ProcessGroups, hcp.LocalBatch, hcp.Step, hcp.HcpError, *PARTS}
 """Classes whose values hcp makes: nobody else calls their constructors."""
 
 
@@ -438,10 +438,11 @@ def taken_by(call: Callable[..., object]) -> list[str]:
 
 
 PUBLIC = {name.rpartition(".")[2]: value_of(name) for name in public_names()}
+OBJECTS = PARTS | {hcp.ContextParallelHandler: "cp"}
 CALLED = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 CALLED |= {
-    f"{'cp' if cls is hcp.ContextParallelHandler else owner}.{name}": call
-    for owner, cls in (PUBLIC | PARTS).items()
+    f"{OBJECTS.get(cls, owner)}.{name}": call
+    for owner, cls in PUBLIC.items()
     if inspect.isclass(cls)
     for name, call in calls_of(cls)
 }

@@ -26,8 +26,8 @@ def value_of(name: str) -> Any:
 
 def parts_of_handler() -> dict[str, str]:
     """The class of each part of a handler by the part's name, as the page lists them."""
-    rows = re.findall(r"^\| `cp\.(\w+)` \| `(hcp\.[\w.]+)` ", PAGE.read_text(), re.MULTILINE)
-    return dict(rows)
+    rows = re.findall(r"^\| `(hcp\.[\w.]+)` \| `cp\.(\w+)`: ", PAGE.read_text(), re.MULTILINE)
+    return {part: cls for cls, part in rows}
 
 
 def own_names(value: object) -> list[str]:
