@@ -101,10 +101,10 @@ def core_attn(
     with calls.checking("core_attn"):
         _expect_no_masks(cp, attn_mod)
     if not hasattr(attn_mod, "set_context_parallel_group"):
-        return _whole(cp, calls, attn_mod, query, key, value, given, qkv_format, packed_class)
+        return _whole(cp, calls, attn_mod, (query, key, value), given, qkv_format, packed_class)
     with _lent(cp, calls, attn_mod, cp_group, comm_type or default_comm_type):
         if cp.degree == 0:
-            return _whole(cp, calls, attn_mod, query, key, value, given, qkv_format, packed_class)
+            return _whole(cp, calls, attn_mod, (query, key, value), given, qkv_format, packed_class)
         if qkv_format == "thd":
             given["packed_seq_params"] = packed_seq_params(cp, packed_class, cp_group)
         given_out: Tensor = attn_mod(query, key, value, **given)
@@ -238,13 +238,12 @@ def _whole(
     cp: Handler,
     calls: Calls,
     attn_mod: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     given: dict[str, Any],
     qkv_format: str,
     packed_class: Any,
 ) -> Tensor:
+    query, key, value = tensors
     with calls.checking("core_attn"):
         check_heads(query, key, value)
         batch = query.shape[1] if qkv_format == "sbhd" else 1

@@ -324,13 +324,15 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 )
             if type(window_size) is not tuple or {*map(type, window_size)} != {int}:  # it is a key
                 window_size = window_of(window_size, False)
-            options = Asked(comm_type, causal, window_size, softmax_scale, softcap, dropout_p, mask)
+            options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p, mask
             asked = *options, query.shape[1:], key.shape[1:], expand is not None
             known = self._layers.get(asked) if number else None
             how = (
                 known[0]
                 if known
-                else self._schedules.options_of(query, key, options, latent=expand is not None)
+                else self._schedules.options_of(
+                    query, key, Asked(*options), latent=expand is not None
+                )
             )
             rotary: rope.Rotary | None = None
             if rotary_pos_emb is not None:

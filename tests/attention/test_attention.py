@@ -348,7 +348,7 @@ def test_one_merge_rounds_less_than_a_chain(
     monkeypatch.setattr(attend, "merged", chained_merge)
     monkeypatch.setattr(kernel_calls, "WAITING", degree)  # one call merges all
     for module in (attend, key_transfer):
-        monkeypatch.setattr(module, "summed", chained_sums)
+        monkeypatch.setattr(module, "sum_gradients", chained_sums)
     chained = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
     worst = [map(max, zip(*errors, strict=True)) for errors in (merged, chained)]
     for name, merged_error, chained_error in zip(RESULTS, *worst, strict=True):
