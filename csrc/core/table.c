@@ -14,6 +14,7 @@ void hcp__lists_release(hcp__lists *lists) {
   for (int32_t i = 0; i < HCP__LISTS_MAX; i++) free(lists->list[i].words);
 }
 
+/* Fourfold: room that nobody writes to costs no memory, and a copy costs time. */
 static int grow(hcp__list *list) {
   int64_t capacity = list->capacity ? 4 * list->capacity : 16 * (int64_t)list->width;
   int64_t *words = realloc(list->words, (size_t)capacity * sizeof *words);

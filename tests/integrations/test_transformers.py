@@ -1724,13 +1724,15 @@ def count_the_calls_of_a_step(folder):
     Counting(build("llama"), args, train_dataset=data, cp=cp).train()
     last = walks[-1]
     assert len(walks) == 2
-    assert last.calls <= 520, last.most()
+    assert last.calls <= 515, last.most()
+    assert len(last.files) <= 28, last.most()
     computed = [name for name in last.functions if name.startswith("planning/")]
     assert computed == [], last.most()  # statistics are for who logs them
 
 
 def test_a_step_of_two_layers_takes_few_python_calls(tmp_path):
-    """Room is left: under Python 3.11 a step of four documents on one rank takes 518."""
+    """Room is left: under Python 3.11 a step of four documents on one rank takes 506
+    in 27 files."""
     done = run_alone(count_the_calls_of_a_step, str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
 
