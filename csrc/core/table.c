@@ -192,8 +192,7 @@ static void lay_out_parts(const hcp__list *raw, const int64_t *cuts, const int64
     }
 }
 
-/* Sorts n parts of the same rows. Records come by their parts, so that these nearly always ascend.
- */
+/* Sorts n parts of the same rows. Most ascend already: records come stage after stage. */
 static void sort_parts(int64_t *parts, int64_t n) {
   int64_t i = 1;
   while (i < n && by_part(parts + 4 * i - 4, parts + 4 * i) <= 0) i++;
