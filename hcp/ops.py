@@ -321,16 +321,7 @@ def _rotate_pack_fake(
 
 
 def _reduce_rotated_fake(
-    parts: list[Tensor],
-    runs: Tensor,
-    rows: int,
-    columns: int,
-    cos: Tensor,
-    sin: Tensor,
-    head_dim: int,
-    rotated: int,
-    interleaved: bool,
-    inverse: bool,
+    parts: list[Tensor], runs: Tensor, rows: int, columns: int, *rotation: Any
 ) -> Tensor:
     return _reduce_fake(parts, runs, rows, columns)
 

@@ -311,22 +311,19 @@ def _announce(
     transport: Transport,
     comm_types: Sequence[str],
     sizes: Sequence[int],
-    loss_mask: str,
-    step: int,
     rules: Rules,
 ) -> dict[str, Any]:
+    """Check what this rank gives for a step, and say what all ranks compare of it."""
     check_comm_types(comm_types, sizes, only_degree(plan))
     check_prices(comm_types, plan.cost)
     _check_samples(plan, samples, sources, transport, rules)
     return {
-        "step": step,
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(sources.ranks),
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
         "fields": describe(samples, rules) if samples else None,
         "rules": {name: said_of(rule) for name, rule in sorted(rules.items())},
-        "loss_mask": loss_mask,
     }
 
 
@@ -593,9 +590,12 @@ def dispatch(
         _check_layers(window_sizes, heads)
         rules = check_rules(fields, loss_mask)
         own = list(in_tensors(samples, rules))
-        message = _announce(
-            plan, own, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
-        ) | {"scan_type": scan_type}
+        message = {
+            "step": step,
+            **_announce(plan, own, loaded_by, transport, comm_types, sizes, rules),
+            "loss_mask": loss_mask,
+            "scan_type": scan_type,
+        }
         tokens = plan.core.lengths
         lengths = [tokens[i] for i in loaded_by.loaded_by(transport.rank)]
         announced.append(Announced(own, rules, lengths))
