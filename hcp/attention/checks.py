@@ -6,21 +6,16 @@ T rows on this rank, H query heads, G key-value heads, D head size, E head size 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from hcp._validate import is_finite, plain
 
-
-class Inputs(NamedTuple):
-    """The tensors that a layer's call is given: (T, H, D), (T, G, D), (T, G, E), (H,)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+"""Query, key, value and sinks that a layer's call is given: (T, H, D), (T, G, D), (T, G, E), (H,).
+A plain tuple: each layer makes some."""
 
 
 def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:

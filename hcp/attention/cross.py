@@ -185,11 +185,11 @@ class CrossAttention:
             for plan in (self._layout.plan, keys[0].plan):
                 plan.core.expect_no_branches("cp.cross_attention")
             route = self._route(keys[0], window_of(asked.window_size, asked.causal))
-            taken = Inputs(*as_kernels_take(query, key, value), sinks)
-            scale = scale_of(taken.query, asked.softmax_scale)
+            taken = (*as_kernels_take(query, key, value), sinks)
+            scale = scale_of(taken[0], asked.softmax_scale)
             _check_inputs(taken, route.source_rows, self._transport.device)
             choice = Choice(self._kernel_family, asked.softcap)
-            kernel = kernel_for(taken.query.device, taken.query.dtype, choice)
+            kernel = kernel_for(taken[0].device, taken[0].dtype, choice)
             kind = self._kind(taken, keys[1], route.window, asked._replace(softmax_scale=scale))
             stamp = Stamp(kind, number, layer=self._calls.layer())
             agree_once(self._transport, route, stamp)
@@ -204,13 +204,13 @@ class CrossAttention:
             "cross_attention",
             self._origin,
             keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
-            query=rows_like(inputs.query),
-            key=rows_like(inputs.key),
-            value=rows_like(inputs.value),
+            query=rows_like(inputs[0]),
+            key=rows_like(inputs[1]),
+            value=rows_like(inputs[2]),
             window_size=window,
             softmax_scale=asked.softmax_scale,
             softcap=asked.softcap,
-            sinks=inputs.sinks is not None,
+            sinks=inputs[3] is not None,
         )
 
     def _attended(
@@ -242,7 +242,7 @@ class CrossAttention:
 def _check_inputs(inputs: Inputs, key_rows: int, device: torch.device) -> None:
     """Raise ValueError unless the tensors are this rank's, the keys those of the keys' layout."""
     query, key, value, sinks = inputs
-    check(Inputs(query[:0], key[:0], value[:0], sinks), 0, device)
+    check((query[:0], key[:0], value[:0], sinks), 0, device)
     for name, x in (("key", key), ("value", value)):
         if x.shape[0] != key_rows:
             raise ValueError(

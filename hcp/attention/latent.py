@@ -87,7 +87,7 @@ def attention(
     """Attend from this rank's rows to whole sequences: (T, H, D) and latent rows, as
     ``as_key_and_value`` gives them, to (T, H, E); and its log-sum-exp (T, H)."""
     expect_no_unit("expand", expand)
-    expansion = Expansion(expand, parameters, _autocast_of(inputs.query))
+    expansion = Expansion(expand, parameters, _autocast_of(inputs[0]))
     out, lse = _LatentAttention.apply(*inputs, (call, expansion), *parameters)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -331,7 +331,7 @@ class _LatentAttention(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         call, expansion = how
-        inputs = Inputs(query, key, value, sinks)
+        inputs = (query, key, value, sinks)
         layer = layer_of(call, inputs, latent=True)
         kernel = _Expanding(layer.kernel, expansion)
         out, lse, *_ = forward(layer._replace(kernel=kernel), call, inputs)

@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         call: LayerCall,
     ) -> tuple[Tensor, Tensor]:
-        inputs = Inputs(query, key, value, sinks)
+        inputs = (query, key, value, sinks)
         with torch._C._AutoDispatchBelowAutograd():
             layer = layer_of(call, inputs)
             out, lse, query, key = forward(layer, call, inputs)
@@ -146,7 +146,7 @@ def forward(
     query, key, value, sinks = inputs
     if rotary is not None:
         query, key = rotary.rotate(query), rotary.rotate(key)
-    rotated = Inputs(query, key, value, sinks)
+    rotated = (query, key, value, sinks)
     return *_forward_in_chunks(layer, stamp, rotated), query, key
 
 
@@ -156,7 +156,7 @@ def _forward_in_chunks(layer: PreparedLayer, stamp: Stamp, inputs: Inputs) -> tu
     out = lse = query.new_empty(0)
     for queries, keys, chunk in layer.chunks:
         own_sinks = None if sinks is None else sinks[queries]
-        own = Inputs(query[:, queries], key[:, keys], value[:, keys], own_sinks)
+        own = (query[:, queries], key[:, keys], value[:, keys], own_sinks)
         own_out, own_lse, *_ = _forward(chunk, stamp, own, None)
         if queries.start == 0:
             heads = *query.shape[:2], value.shape[2]
@@ -178,7 +178,7 @@ def _forward(
     else:
         if rotary is not None:
             key = rotary.rotate(key)
-        rotated = Inputs(query, key, value, sinks)
+        rotated = (query, key, value, sinks)
         out, lse = _forward_heads(layer, layer.heads, stamp, rotated)
     return out, lse, query, key
 

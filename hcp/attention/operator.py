@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from hcp.attention.checks import Inputs
 from hcp.attention.kernels import Choice, families
 from hcp.attention.layer import backward, empty_result, flat_name, flat_options, forward
 from hcp.attention.prepared import LayerCall, LayerOptions, layer_of, prepared_of
@@ -151,7 +150,7 @@ def _attention(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = Arguments(*flat)
     query, key, value, words = given.query, given.key, given.value, given.words
     _expect_tensors(query=query, key=key, value=value, words=words)
-    call, inputs = _call_of(given, given.number), Inputs(*given[:4])
+    call, inputs = _call_of(given, given.number), (query, key, value, given.sinks)
     if not call.number:
         call = call._replace(number=next(call.prepared.numbers))
     layer = layer_of(call, inputs)
@@ -187,7 +186,7 @@ def _attention_backward(*flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         words=words,
     )
     call = _call_of(given, int(number))
-    layer = layer_of(call._replace(number=0), Inputs(query, key, value, sinks))
+    layer = layer_of(call._replace(number=0), (query, key, value, sinks))
     rows, heads, _ = query.shape
     for what, result in (("out", out), ("grad_out", grad_out)):
         _expect_like(what, result, query, (rows, heads, value.shape[2]), (query.dtype,))

@@ -202,7 +202,7 @@ def _chunks(
     for keys in split(key.shape[1], count):
         queries, width = slice(keys.start * per_key, keys.stop * per_key), keys.stop - keys.start
         if width not in layers:
-            own = Inputs(query[:, queries], key[:, keys], value[:, keys], sinks)
+            own = (query[:, queries], key[:, keys], value[:, keys], sinks)
             layers[width] = _layer(call, transport, kind, own)
         chunks.append(HeadChunk(queries, keys, layers[width]))
     return chunks

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hcp.attention.checks import Inputs, check, scale_of, window_of
+from hcp.attention.checks import check, scale_of, window_of
 from hcp.attention.fixed_capacity import (
     Capacity,
     FixedAttention,
@@ -151,7 +151,7 @@ class GraphHandler:
         of, number = self._known.get(like), next(self._numbers)
         if of is None:
             self._expect_no_capture()
-            check(Inputs(query, key, value, None), self.rows, self._transport.device)
+            check((query, key, value, None), self.rows, self._transport.device)
             of = FixedAttention(
                 self._tables,
                 self._transport,

@@ -17,7 +17,7 @@ from hcp.attention import latent, operator
 from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
-from hcp.attention.checks import Inputs, window_of
+from hcp.attention.checks import window_of
 from hcp.attention.comm_choices import CommChoices
 from hcp.attention.cross import CrossAttention, CrossOptions
 from hcp.attention.options import AttentionOptions
@@ -352,7 +352,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                     out, lse = attention.attention(*given, call)
                 else:
                     own = latent.parameters_of(expand, parameters)
-                    out, lse = latent.attention(Inputs(*given), call, expand, own)
+                    out, lse = latent.attention(given, call, expand, own)
         except Exception as error:
             if number:
                 self._calls.refuse("attention", number, error)
@@ -517,7 +517,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 branches.
         """
         out, lse = self._cross.attend(
-            Inputs(query, key, value, sinks),
+            (query, key, value, sinks),
             (keys.layout, keys._origin),
             CrossOptions(causal, window_size, softmax_scale, softcap),
         )
