@@ -26,6 +26,8 @@ int64_t hcp_slices_pairs(const hcp_slice *slices, int64_t n, int64_t first, int6
     hcp_slice x = slices[i];
     x.query_begin = hcp__most(x.query_begin, first);
     x.query_end = least(x.query_end, end);
+    x.low = hcp__most(x.low, x.key_begin - x.query_end + 1); /* limits may be far away */
+    x.high = least(x.high, x.key_end - x.query_begin - 1);
     if (x.query_begin < x.query_end && x.low <= x.high)
       pairs += pairs_up_to(&x, x.high) - pairs_up_to(&x, x.low - 1);
   }

@@ -108,10 +108,8 @@ class Launch:
     @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
-        return sum(
-            _pairs_below(entry, entry.high + 1) - _pairs_below(entry, entry.low)
-            for entry in self.entries
-        )
+        slices = [(0, e.query_rows, 0, e.key_rows, e.low, e.high) for e in self.entries]
+        return _core.slices_pairs(list(itertools.chain(*slices)), 0, self.longest[0])
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cu_seqlens of queries and of keys, int32, on the device. Kept for the next layer."""
@@ -120,17 +118,6 @@ class Launch:
             queries, keys = sizes.cumsum(0, dtype=torch.int32).t().contiguous().to(device)
             self._bounds = queries, keys
         return self._bounds
-
-
-def _pairs_below(entry: Entry, ahead: int) -> int:
-    """Pairs whose key is less than ``ahead`` rows ahead of its query."""
-
-    def first(queries: int) -> int:
-        """Pairs of the first queries: the first has one key, each next one has one key more."""
-        rising = max(0, min(queries, entry.key_rows))
-        return rising * (rising + 1) // 2 + max(0, queries - rising) * entry.key_rows
-
-    return first(entry.query_rows + ahead - 1) - first(ahead - 1)
 
 
 ResultGrads: TypeAlias = tuple[Tensor, Tensor | None]
