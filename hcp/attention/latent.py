@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from hcp.attention.checks import Inputs
 from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads
-from hcp.attention.layer import backward, forward
-from hcp.attention.prepared import LayerCall, PreparedLayer, layer_of
+from hcp.attention.layer import backward, forward, layer_of
+from hcp.attention.prepared import LayerCall, PreparedLayer
 from hcp.exchange.units import expect_no_unit, without_units
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -26,7 +26,7 @@ from hcp.attention.checks import Inputs, as_autocast
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernels import Attended, Launch, ResultGrads, scores_of_sinks, wide
 from hcp.attention.key_transfer import cut, rotated_back, sum_gradients
-from hcp.attention.prepared import LayerCall, LayerOptions, PreparedLayer, layer_of
+from hcp.attention.prepared import LayerCall, LayerOptions, PreparedLayer, make_layer
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
 
@@ -44,6 +44,22 @@ def attention(
     """
     out, lse = _Attention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def layer_of(call: LayerCall, inputs: Inputs, *, latent: bool = False) -> PreparedLayer:
+    """Return the layer of a call. The first call of a kind is checked here, and compared with the
+    peers. ``latent``: whether keys are latent rows, see ``hcp.attention.latent``."""
+    (query, key, value, sinks), options = inputs, call.options
+    like = (
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(options.scale, options.choice, call.rotary is not None, latent),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )
+    layer = call.prepared.layers.get(like)
+    if layer is None:
+        layer = call.prepared.layers[like] = make_layer(call, inputs, latent)
+    return layer
 
 
 def as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hcp.attention.kernels import Choice, families
-from hcp.attention.layer import backward, empty_result, flat_name, flat_options, forward
-from hcp.attention.prepared import LayerCall, LayerOptions, layer_of, prepared_of
+from hcp.attention.layer import backward, empty_result, flat_name, flat_options, forward, layer_of
+from hcp.attention.prepared import LayerCall, LayerOptions, prepared_of
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 from hcp.ops import register_shapes

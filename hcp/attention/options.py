@@ -13,7 +13,7 @@ from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 
 
-class LayerOptions(TypedDict, total=False):
+class CoreAttentionOptions(TypedDict, total=False):
     """Those that a layer has from call to call."""
 
     causal: bool
@@ -23,7 +23,7 @@ class LayerOptions(TypedDict, total=False):
     comm_type: CommType | None
 
 
-class AttentionOptions(LayerOptions, total=False):
+class AttentionOptions(CoreAttentionOptions, total=False):
     """All but ``return_lse``, on which the type of the result depends.
 
     :meth:`hcp.ContextParallelHandler.attention` says what they mean and has their defaults.

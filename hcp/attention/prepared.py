@@ -132,23 +132,7 @@ class LayerCall(NamedTuple):
     """What its caller names the layer by."""
 
 
-def layer_of(call: LayerCall, inputs: Inputs, *, latent: bool = False) -> PreparedLayer:
-    """Return the layer of a call. The first call of a kind is checked here, and compared with the
-    peers. ``latent``: whether keys are latent rows, see ``hcp.attention.latent``."""
-    (query, key, value, sinks), options = inputs, call.options
-    like = (
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device),
-        *(options.scale, options.choice, call.rotary is not None, latent),
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-    )
-    layer = call.prepared.layers.get(like)
-    if layer is None:
-        layer = call.prepared.layers[like] = _make_layer(call, inputs, latent)
-    return layer
-
-
-def _make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
+def make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
     """Check the first call of a kind, compare it with the peers, and prepare for all like it."""
     schedule = call.prepared.schedule
     transport = transport_of(schedule.header.transport)

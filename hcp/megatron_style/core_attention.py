@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
-from hcp.attention.options import LayerOptions, expect_known
+from hcp.attention.options import CoreAttentionOptions, expect_known
 from hcp.exchange.calls import Calls
 from hcp.megatron_style.handler import Handler
 from hcp.megatron_style.packed import check_group, packed_seq_params, whole_params
@@ -26,7 +26,7 @@ class CoreAttention(torch.nn.Module):
     """hcp's own attention as a module, which is called as Megatron calls its core attention."""
 
     def __init__(
-        self, *, sinks: torch.nn.Parameter | None = None, **options: Unpack[LayerOptions]
+        self, *, sinks: torch.nn.Parameter | None = None, **options: Unpack[CoreAttentionOptions]
     ) -> None:
         """Keep the options of :meth:`hcp.ContextParallelHandler.attention` that a layer has.
 
@@ -36,7 +36,7 @@ class CoreAttention(torch.nn.Module):
                 ``comm_type``, as there.
         """
         super().__init__()
-        expect_known("CoreAttention", options, LayerOptions)
+        expect_known("CoreAttention", options, CoreAttentionOptions)
         for name, value in options.items():
             setattr(self, name, value)
         self.sinks: torch.nn.Parameter | None
@@ -151,7 +151,7 @@ def _own(
     }
 
 
-_OPTIONS = sorted(LayerOptions.__optional_keys__)
+_OPTIONS = sorted(CoreAttentionOptions.__optional_keys__)
 
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 
