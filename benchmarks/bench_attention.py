@@ -88,7 +88,7 @@ from torch import Tensor
 import hcp
 from hcp._words import CommType
 from hcp.attention.comm_types import A2A_P2P, ALL_GATHER, AUTO, P2P
-from hcp.attention.kernels import Choice
+from hcp.attention.kernels import KernelChoice
 from hcp.step.handler import ContextParallelHandler
 
 FAMILIES = ("P1", "P2", "P4")
@@ -361,7 +361,7 @@ class Bench:
         return 3.5 * 4 * pairs * self.sizes.heads * self.sizes.head_dim / seconds
 
     def _whole(self, lengths: Sequence[int]) -> Whole:
-        return Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
+        return Whole(lengths, self.sizes, KernelChoice(self.handler.kernel_family))
 
     def _plan(self, lengths: Sequence[int], degree: int | None = None) -> hcp.Plan:
         return hcp.plan(

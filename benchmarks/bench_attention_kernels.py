@@ -28,7 +28,7 @@ import torch
 from common.flags import end_after, parser_of
 from torch import Tensor
 
-from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, auto, join, kernels_of
+from hcp.attention.kernels import FAMILIES, Kernel, KernelCall, Launch, auto, join, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.order import keys_of_a_query
 from hcp.exchange.tables import Entry
@@ -152,13 +152,13 @@ def print_pack(
         all_gains[name] = gains
         line += f"{gains[0]:7.2f}{gains[1]:7.2f}{first:10.0f}"
         row |= {f"{name} fwd": gains[0], f"{name} bwd": gains[1], f"{name} first, ms": first}
-    call = Call(flash2.launches[0], query, value, False, False)
+    call = KernelCall(flash2.launches[0], query, value, False, False)
     row |= {"keys": keys_of_a_query(call), "auto picks": picked(call, all_gains)}
     print("\n".join([f"{line}{row['keys']:8.0f}  {row['auto picks']}", *failed]), flush=True)
     args.json.add(row)
 
 
-def picked(forward: Call, gains: dict[str, list[float]]) -> str:
+def picked(forward: KernelCall, gains: dict[str, list[float]]) -> str:
     """The families that `auto` picks forward and backward, and their share of the fastest's speed.
     ``gains``: of each family over torch's, forward and backward."""
     kernel = auto.for_device(forward.query.device)[0]

@@ -44,10 +44,10 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.connect import connect
 from hcp.exchange.peer import PeerTransport
-from hcp.exchange.tables import Move, Read
+from hcp.exchange.tables import Move, PeerRead
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.exchange.transport import Share
 
@@ -207,12 +207,14 @@ class Copies:
 
 
 _exchanges = itertools.count()
-_STAMP = Stamp(Kind("benchmark"))
+_STAMP = Stamp(CallKind("benchmark"))
 
 
 def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Callable[[], Tensor]:
     rows, whole = pattern.own_rows, torch.tensor([[0, pattern.own_rows, 0, 0]])
-    read = Read([(p, rows) for p in pattern.sources], pattern.runs, pattern.rows, pattern.sources)
+    read = PeerRead(
+        [(p, rows) for p in pattern.sources], pattern.runs, pattern.rows, pattern.sources
+    )
     shared = transport.share(Share(rows, (WIDTH,), DTYPE, whole, pattern.readers, [read]))
 
     def step() -> Tensor:

@@ -183,7 +183,7 @@ class Contestant:
         """By the tables, in the forward and in both passes."""
         schedule = prepared_of(self._words()).schedule
         arriving = sum(move.rows for stage in schedule.stages for move in stage.receives)
-        home = sum(move.rows for move in schedule.home_receives)
+        home = sum(move.rows for move in schedule.return_receives)
         size = self.layer.widths[self.name] * self.layer.dtype.itemsize
         return arriving * size, (2 * arriving + home) * size
 

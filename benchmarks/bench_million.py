@@ -78,7 +78,7 @@ from torch import Tensor
 
 import hcp
 from hcp._words import CommType
-from hcp.attention.kernels import Choice
+from hcp.attention.kernels import KernelChoice
 from hcp.attention.prepared import PreparedLayer
 
 TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "auto")
@@ -201,7 +201,9 @@ class Bench:
         dist.all_reduce(torch.zeros(1, device=device))
         self.rate = copy_rate(device, 3)
         lengths = [padded(args.check_tokens, self.ranks)]
-        self.whole: Whole | None = Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
+        self.whole: Whole | None = Whole(
+            lengths, self.sizes, KernelChoice(self.handler.kernel_family)
+        )
         self._cost = self._prices(self.whole)
         self._outside: dict[str, float] = {}
         self._mark = slowest(outside_torch(device), device)

@@ -40,7 +40,7 @@ from torch import nn
 import hcp
 from hcp._core import Rebinding
 from hcp.rebinding.request import Request
-from hcp.rebinding.tables import Table, tables_of
+from hcp.rebinding.slot_tables import RequestTable, tables_of
 
 NAMES = {
     "cp_group": "cp",
@@ -101,9 +101,9 @@ def measure(
     gc.collect()
     gc.disable()
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    times["table"].append(timed(lambda: Table(request, tables_of(model))))
+    times["table"].append(timed(lambda: RequestTable(request, tables_of(model))))
     tracemalloc.start()
-    table = Table(request, tables_of(model))
+    table = RequestTable(request, tables_of(model))
     table_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(table.slots) == 4 * modules, len(table.slots)
@@ -133,7 +133,7 @@ def measure(
     context = hcp.eval_cp_context(model, train, other)
     with context:  # the kept table
         pass
-    strict = Table(replace(request, strict=True), tables_of(model))
+    strict = RequestTable(replace(request, strict=True), tables_of(model))
     for _ in range(rounds):
         times["strict"].append(timed(strict.check_covered))
         times["check"].append(timed(table.still_holds))

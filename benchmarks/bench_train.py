@@ -51,7 +51,7 @@ from hcp._words import CommType
 from hcp.cli.calibrate import Cell
 from hcp.cli.fit import Point, fit
 from hcp.cli.measure import step_of
-from hcp.demo.model import Attention, GPTModel, RotaryEmbedding
+from hcp.demo.gpt_model import Attention, GPTModel, RotaryEmbedding
 from hcp.demo.training import Gradients, Trainer
 from hcp.planning.cost import PRICES
 from hcp.step.config import Config

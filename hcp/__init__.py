@@ -144,9 +144,9 @@ _MOVED = {
         "Audit",
         "find_slots",
     ),
-    "step.ahead": ("Read",),
+    "step.ahead": ("ReadItems",),
     "step.dispatch": (
-        "Passage",
+        "StepTransport",
         "gather_masks",
     ),
     "step.stats": ("StepStats",),
@@ -162,15 +162,21 @@ _MOVED = {
 """Names that were here until 0.3 and are public in their modules. They go with the next release."""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-_OLD = {name: module for module, names in _MOVED.items() for name in names}
+_RENAMED = {"ReadItems": "Read", "StepTransport": "Passage"}
+"""Names that moved, with those that they had until 0.3."""
+_OLD = {
+    _RENAMED.get(name, name): f"{module}.{name}"
+    for module, names in _MOVED.items()
+    for name in names
+}
+"""Old names in ``hcp``, with their places now."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _OLD:
-        warnings.warn(
-            f"hcp.{name} is now hcp.{_OLD[name]}.{name}", DeprecationWarning, stacklevel=2
-        )
-        return _from(_OLD[name], name)
+        warnings.warn(f"hcp.{name} is now hcp.{_OLD[name]}", DeprecationWarning, stacklevel=2)
+        module, _, new = _OLD[name].rpartition(".")
+        return _from(module, new)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = _from(_HOME[name], name)

@@ -101,7 +101,7 @@ class Plan:
         inner: int,
         left: int,
         right: int,
-        stage_rows: int,
+        stage_tokens: int,
         mask: int = -1,
         by_nodes: bool = False,
         serial: int = 0,
@@ -295,7 +295,7 @@ def comm_times(
     key_heads: int,
     packed: bool,
     rows_only: bool,
-    stage_rows: int,
+    stage_tokens: int,
 ) -> tuple[list[tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p"], int, int]], int]: ...
 def measure_plan(
     plan: Plan, /

@@ -25,7 +25,7 @@ def elsewhere(what: str) -> HcpError:
     )
 
 
-class OfThisProcess:
+class BoundToProcess:
     """Copies, deep ones too, share what the object holds. Pickling raises NotImplementedError."""
 
     _ELSEWHERE: str

@@ -32,7 +32,7 @@ from common.host_time import AtOnce
 from common.layers import OwnCalls, Sizes, Whole, run_of
 from common.timing import Step, synchronize
 from hcp._words import CommType
-from hcp.attention.kernels import Choice
+from hcp.attention.kernels import KernelChoice
 
 CALLS = 3
 
@@ -69,7 +69,7 @@ def print_alone(
     )
     handler = hcp.get_cp_handler_cls(backend)
     for pack, lengths in packs.items():
-        whole = Whole(lengths, sizes, Choice(handler.kernel_family))
+        whole = Whole(lengths, sizes, KernelChoice(handler.kernel_family))
         for degree in degrees:
             for comm_type in types:
                 parts = [

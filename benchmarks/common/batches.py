@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.families import Family
-from hcp.tools.programs.data import VOCABULARY_SIZE
+from hcp.tools.programs.text_data import VOCABULARY_SIZE
 
 
 def drawn(

@@ -38,8 +38,8 @@ from common.flags import JsonFile
 from hcp.attention import kernels
 from hcp.attention.kernels import (
     Attended,
-    Choice,
     Kernel,
+    KernelChoice,
     Launch,
     ResultGrads,
     join,
@@ -311,7 +311,7 @@ def print_call_times(
     device: torch.device, backend: str, dtype: torch.dtype, rounds: int, json: JsonFile
 ) -> None:
     """Print the table in Markdown, and add its rows to the file."""
-    kernel = kernel_for(device, dtype, Choice(backend))
+    kernel = kernel_for(device, dtype, KernelChoice(backend))
     gc.disable()
     calls = [call_of(kernel, lengths, device, dtype) for lengths in PACKS]
     times = by_turns([step for ways in calls for step in ways], rounds)

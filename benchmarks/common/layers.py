@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Choice, Launch, join, kernel_for
+from hcp.attention.kernels import KernelChoice, Launch, join, kernel_for
 from hcp.attention.prepared import PreparedLayer, prepared_of
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Entry
@@ -77,7 +77,7 @@ class Whole:
     takes packs. Its output is checked by the formula in float32 (for float64 in float64).
     """
 
-    def __init__(self, lengths: Sequence[int], sizes: Sizes, choice: Choice) -> None:
+    def __init__(self, lengths: Sequence[int], sizes: Sizes, choice: KernelChoice) -> None:
         self.lengths, self.sizes = list(lengths), sizes
         generator = torch.Generator(sizes.device).manual_seed(1)
         counts = sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads

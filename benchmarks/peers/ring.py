@@ -23,7 +23,7 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.attention.kernels import Choice, Kernel, Launch, join, kernel_for
+from hcp.attention.kernels import Kernel, KernelChoice, Launch, join, kernel_for
 from hcp.attention.rotary import Rotary
 from hcp.exchange.tables import Entry
 
@@ -53,7 +53,7 @@ class Ring:
             raise ValueError(f"lengths {uneven} expected to be multiples of {2 * cp.degree}")
         self.size, self.place, self.ranks = cp.degree, cp.group.rank, cp.group.global_ranks
         device = cp.cu_seqlens.device
-        self.kernel: Kernel = kernel_for(device, dtype, Choice(family))
+        self.kernel: Kernel = kernel_for(device, dtype, KernelChoice(family))
         own = [n // self.size for n in lengths]
         starts = [sum(own[:i]) for i in range(len(own))]
         self.rows = sum(own)

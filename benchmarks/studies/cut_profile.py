@@ -87,7 +87,7 @@ from common.trace import (
 import hcp
 from hcp._words import CommType
 from hcp.attention.comm_types import A2A, ALL_GATHER, P2P
-from hcp.attention.kernels import Choice
+from hcp.attention.kernels import KernelChoice
 
 TYPES: tuple[CommType, ...] = (P2P, ALL_GATHER, A2A)
 PASSES = ("f", "f+b")
@@ -202,7 +202,7 @@ def show(
     """Record a pack, and print its tables on rank 0."""
     lengths = PACKS[pack](args.tokens)
     handler = hcp.get_cp_handler_cls(args.backend)
-    whole = Whole(lengths, sizes, Choice(handler.kernel_family))
+    whole = Whole(lengths, sizes, KernelChoice(handler.kernel_family))
     first = dist.get_rank() == 0
     wholes: dict[str, Step] = {"f": whole.forward, "f+b": whole.both}
     cuts = {name: cut_by(name, handler, whole, args.tokens, groups) for name in args.types}

@@ -70,7 +70,7 @@ typedef struct priced {
   const hcp_group *group;
   const hcp_priced_layer *layer;
   int64_t degree, per_key; /* ranks, query heads of a key head */
-  int64_t stage_rows;
+  int64_t stage_tokens;
   hcp__wide tokens, unit; /* all times are in 1 / unit */
 } priced;
 
@@ -79,8 +79,8 @@ static int64_t length_at(const priced *g, int32_t i) {
 }
 
 static priced priced_of(const hcp_plan *plan, const hcp_group *group, const hcp_priced_layer *layer,
-                        int64_t stage_rows) {
-  priced g = {.plan = plan, .group = group, .layer = layer, .stage_rows = stage_rows};
+                        int64_t stage_tokens) {
+  priced g = {.plan = plan, .group = group, .layer = layer, .stage_tokens = stage_tokens};
   g.degree = group->degree;
   g.per_key = layer->query_heads / layer->key_heads;
   g.tokens = hcp__group_tokens(plan, group);
@@ -172,7 +172,7 @@ static hcp__wide gather(const priced *g, moving price) {
   hcp__wide moved =
       product(product(price.keys, rows), (hcp__wide)LAUNCHES * g->degree * g->layer->query_heads);
   int64_t stages = 1, most = hcp__least(HCP_SCHEDULE_GATHERS_MAX, g->group->sequences);
-  while (stages < most && rows >= product((hcp__wide)(stages + 1) * g->degree, g->stage_rows))
+  while (stages < most && rows >= product((hcp__wide)(stages + 1) * g->degree, g->stage_tokens))
     stages++;
   int64_t calls = g->layer->packed ? stages : g->group->sequences; /* each is in one stage */
   hcp__wide time = sum(product(share, g->degree), exposed(g, moved, share));
@@ -215,13 +215,14 @@ static void list_all(listed *l, const priced *g) {
   }
 }
 
-static hcp_status check(const hcp_cost *cost, const hcp_priced_layer *layer, int64_t stage_rows,
+static hcp_status check(const hcp_cost *cost, const hcp_priced_layer *layer, int64_t stage_tokens,
                         hcp_error *err) {
   if (layer->query_heads < 1 || layer->key_heads < 1 || layer->query_heads % layer->key_heads != 0)
     return hcp__fail(err, HCP_INVALID, "query has %d heads, expected a multiple of the %d of key",
                      layer->query_heads, layer->key_heads);
-  if (stage_rows < 1)
-    return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
+  if (stage_tokens < 1)
+    return hcp__fail(err, HCP_INVALID, "stage_tokens is %lld, expected >= 1",
+                     (long long)stage_tokens);
   if (cost->tile > HCP__LENGTH_MAX)
     return hcp__fail(err, HCP_OVERFLOW, "cost.tile is %lld, expected at most %lld",
                      (long long)cost->tile, (long long)HCP__LENGTH_MAX);
@@ -229,17 +230,17 @@ static hcp_status check(const hcp_cost *cost, const hcp_priced_layer *layer, int
 }
 
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_priced_layer *layer, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_priced_layer *layer, int64_t stage_tokens, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err) {
   listed l = {.times = times};
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status == HCP_OK) status = check(&plan->cost, layer, stage_rows, err);
+  if (status == HCP_OK) status = check(&plan->cost, layer, stage_tokens, err);
   if (status != HCP_OK) return status;
   const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
   if (group == NULL || group->degree < 2)
     return hcp__fail(err, HCP_INVALID, "rank %d is in a group of %d ranks, expected >= 2", rank,
                      group == NULL ? 0 : group->degree);
-  priced g = priced_of(plan, group, layer, stage_rows);
+  priced g = priced_of(plan, group, layer, stage_tokens);
   list_all(&l, &g);
   if (l.longest >= WIDE_MAX)
     return hcp__fail(err, HCP_OVERFLOW,

@@ -136,7 +136,7 @@ static hcp_status check_words(maker *m, hcp_error *err) {
       !ends_ascend(m, HCP_SCHEDULE_PULLS, STAGE_PULLS))
     return no_schedule(m, "a stage ends before it begins", err);
   if (!parts_exist(m, HCP_SCHEDULE_OUTPUT_RUNS, m->entry_count) ||
-      !parts_exist(m, HCP_SCHEDULE_HOME_RUNS, m->entry_count) ||
+      !parts_exist(m, HCP_SCHEDULE_RETURN_RUNS, m->entry_count) ||
       !parts_exist(m, HCP_SCHEDULE_LOCAL_RUNS, stage_of(m, 0)[STAGE_ENTRIES] + 1))
     return no_schedule(m, "a run names an entry that is not there", err);
   m->query_rows = stage_of(m, 0)[STAGE_KEYS];
@@ -427,10 +427,10 @@ static int64_t move_at(const maker *m, int64_t n, int64_t row) {
 
 /* The first of the runs home that starts at a row or after it. */
 static int64_t home_run_at(const maker *m, int64_t row) {
-  int64_t low = 0, high = hcp__records(&m->lists, HCP_LAUNCHES_HOME_RUNS);
+  int64_t low = 0, high = hcp__records(&m->lists, HCP_LAUNCHES_RETURN_RUNS);
   while (low < high) {
     int64_t middle = low + (high - low) / 2;
-    if (hcp__record(&m->lists, HCP_LAUNCHES_HOME_RUNS, middle)[RUN_ROW] < row)
+    if (hcp__record(&m->lists, HCP_LAUNCHES_RETURN_RUNS, middle)[RUN_ROW] < row)
       low = middle + 1;
     else
       high = middle;
@@ -441,7 +441,7 @@ static int64_t home_run_at(const maker *m, int64_t row) {
 /* Appends the runs home that begin in [row, end), moved to start at `to`. */
 static void append_staged_runs(maker *m, int64_t row, int64_t end, int64_t to) {
   for (int64_t i = home_run_at(m, row); i < home_run_at(m, end); i++) {
-    const int64_t *run = hcp__record(&m->lists, HCP_LAUNCHES_HOME_RUNS, i);
+    const int64_t *run = hcp__record(&m->lists, HCP_LAUNCHES_RETURN_RUNS, i);
     hcp__append(
         &m->lists, HCP_LAUNCHES_STAGED_RUNS,
         (const int64_t[]){run[RUN_ROW] - row + to, run[RUN_ROWS], run[PART], run[PART_ROW]});
@@ -450,9 +450,9 @@ static void append_staged_runs(maker *m, int64_t row, int64_t end, int64_t to) {
 
 /* What this rank stages, owner after owner, and who reads it. */
 static void append_staged(maker *m) {
-  int64_t n = order_moves(m, HCP_SCHEDULE_HOME_SENDS), *order = m->scratch + 2 * n;
+  int64_t n = order_moves(m, HCP_SCHEDULE_RETURN_SENDS), *order = m->scratch + 2 * n;
   for (int64_t k = 0; k < n; k++) {
-    order[2 * k] = peer_of(m, HCP_SCHEDULE_HOME_SENDS, k);
+    order[2 * k] = peer_of(m, HCP_SCHEDULE_RETURN_SENDS, k);
     order[2 * k + 1] = k;
   }
   if (n > 0) qsort(order, (size_t)n, 2 * sizeof *order, by_pair);
@@ -466,10 +466,10 @@ static void append_staged(maker *m) {
 
 /* What this rank reads: local rows, of which those that come home lie where others staged them. */
 static void append_homecoming(maker *m, int64_t total) {
-  int64_t n = order_moves(m, HCP_SCHEDULE_HOME_RECEIVES);
+  int64_t n = order_moves(m, HCP_SCHEDULE_RETURN_RECEIVES);
   for (int64_t k = 0; k < n; k++) {
-    const owner *of = owner_of(m, peer_of(m, HCP_SCHEDULE_HOME_RECEIVES, k));
-    hcp__append(&m->lists, HCP_LAUNCHES_HOME_OWNERS,
+    const owner *of = owner_of(m, peer_of(m, HCP_SCHEDULE_RETURN_RECEIVES, k));
+    hcp__append(&m->lists, HCP_LAUNCHES_RETURN_OWNERS,
                 (const int64_t[]){of->peer, total - of->rows, 1});
   }
   for (int64_t i = 0; i < hcp__records(&m->lists, HCP_LAUNCHES_LOCAL_RUNS); i++) {
@@ -477,11 +477,11 @@ static void append_homecoming(maker *m, int64_t total) {
     int64_t made[RUN_WORDS] = {run[RUN_ROW], run[RUN_ROWS], run[PART], run[PART_ROW]};
     if (run[PART] == m->local_launches && n > 0) {
       int64_t k = move_at(m, n, run[PART_ROW]);
-      int64_t stager = peer_of(m, HCP_SCHEDULE_HOME_RECEIVES, k);
+      int64_t stager = peer_of(m, HCP_SCHEDULE_RETURN_RECEIVES, k);
       made[PART] += k;
       made[PART_ROW] += staged_at(m, stager, m->header->rank) - m->scratch[2 * k];
     }
-    hcp__append(&m->lists, HCP_LAUNCHES_HOME_READ_RUNS, made);
+    hcp__append(&m->lists, HCP_LAUNCHES_RETURN_READ_RUNS, made);
   }
 }
 
@@ -553,7 +553,7 @@ static void make(maker *m, int64_t *launch_ends, int64_t *totals) {
   join_stages(m, launch_ends);
   if (m->lists.failed) return;
   renumber_section(m, HCP_SCHEDULE_OUTPUT_RUNS, OUTPUTS, -1);
-  renumber_section(m, HCP_SCHEDULE_HOME_RUNS, HCP_LAUNCHES_HOME_RUNS, -1);
+  renumber_section(m, HCP_SCHEDULE_RETURN_RUNS, HCP_LAUNCHES_RETURN_RUNS, -1);
   renumber_section(m, HCP_SCHEDULE_LOCAL_RUNS, HCP_LAUNCHES_LOCAL_RUNS,
                    stage_of(m, 0)[STAGE_ENTRIES]);
   find_totals(m, launch_ends, totals);
@@ -574,16 +574,17 @@ static hcp_status check_reads(maker *m, hcp_error *err) {
   find_owners(m);
   for (int64_t i = 0; i < m->owner_count; i++)
     if (m->owners[i].rows < 0) return no_schedule(m, "a rank has less than no rows", err);
-  if (!find_last_stages(m) || !owns_keys(m, HCP_SCHEDULE_HOME_SENDS) ||
-      !owns_keys(m, HCP_SCHEDULE_HOME_RECEIVES) ||
-      (count_of(m, HCP_SCHEDULE_HOME_RECEIVES) > 0 && owner_of(m, m->header->rank) == NULL))
+  if (!find_last_stages(m) || !owns_keys(m, HCP_SCHEDULE_RETURN_SENDS) ||
+      !owns_keys(m, HCP_SCHEDULE_RETURN_RECEIVES) ||
+      (count_of(m, HCP_SCHEDULE_RETURN_RECEIVES) > 0 && owner_of(m, m->header->rank) == NULL))
     return no_schedule(m, "it names a rank that has no keys", err);
   return HCP_OK;
 }
 
 /* Memory for all scratch, in one block. */
 static void *reserve(maker *m, int64_t **launch_ends, int64_t **totals) {
-  int64_t moves = count_of(m, HCP_SCHEDULE_HOME_SENDS) + count_of(m, HCP_SCHEDULE_HOME_RECEIVES);
+  int64_t moves =
+      count_of(m, HCP_SCHEDULE_RETURN_SENDS) + count_of(m, HCP_SCHEDULE_RETURN_RECEIVES);
   size_t entries = (size_t)m->entry_count, owners = (size_t)m->owner_count;
   size_t numbers = entries + owners + 4 * (size_t)moves, stages = (size_t)m->stage_count;
   char *block =
@@ -652,7 +653,7 @@ hcp_status hcp_launches_join(const hcp_entries *given, const hcp_kernel *kernel,
   join(&m, given->entries, 0, n);
   append_launches(&m, given->entries, 0, 0, n);
   renumber(&m, given->query_runs, given->query_run_count, HCP_LAUNCHES_OUTPUT_RUNS, -1);
-  renumber(&m, given->key_runs, given->key_run_count, HCP_LAUNCHES_HOME_RUNS, -1);
+  renumber(&m, given->key_runs, given->key_run_count, HCP_LAUNCHES_RETURN_RUNS, -1);
   status = hcp__table_create(&m.lists, HCP_LAUNCHES_SECTION_COUNT, launches, err);
   hcp__lists_release(&m.lists);
   free(block);

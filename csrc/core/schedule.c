@@ -36,14 +36,14 @@ typedef struct builder {
   hcp__view view;
   int32_t inner; /* neighbours that exchange heads, 1: none           */
   int32_t lane;  /* this rank among the neighbours that have its place */
-  int64_t stage_rows;
+  int64_t stage_tokens;
   hcp__lists lists;
   hcp__seen seen, of_node; /* scratch: what a reader sees, and what its node does           */
   int64_t *wire;    /* places: where the next row of each lies on the wire                  */
   int64_t *base;    /* places: where the present sequence starts among each one's rows      */
   int64_t *home;    /* places: where the gradient of the next row of each travels           */
   int64_t *relayed; /* nodes: where what goes on to each starts                             */
-  int64_t home_sent, home_received, home_relayed; /* rows so far */
+  int64_t return_sent, return_received, return_relayed; /* rows so far */
 } builder;
 
 const char *hcp_comm_type_name(hcp_comm_type type) {
@@ -313,15 +313,15 @@ static void local_stage(builder *b) {
 static void find_homes(builder *b) {
   const hcp__view *v = &b->view;
   for (int32_t seat = 0; seat < v->seats; seat++) {
-    int64_t first = b->home_sent;
+    int64_t first = b->return_sent;
     for (int32_t node = 0; node < v->nodes; node++) {
       int32_t owner = hcp__place_at(v, node, seat);
-      b->home[owner] = b->home_sent;
-      if (owner != v->j) b->home_sent += all_rows_seen(b, all_sequences(b), owner, v->j);
+      b->home[owner] = b->return_sent;
+      if (owner != v->j) b->return_sent += all_rows_seen(b, all_sequences(b), owner, v->j);
     }
     if (seat != own_seat(b))
-      append_peer(b, HCP_SCHEDULE_HOME_SENDS, hcp__place_at(v, own_node(b), seat), first,
-                  b->home_sent - first);
+      append_peer(b, HCP_SCHEDULE_RETURN_SENDS, hcp__place_at(v, own_node(b), seat), first,
+                  b->return_sent - first);
   }
 }
 
@@ -334,8 +334,8 @@ static void append_parts(builder *b, int32_t reader, int64_t part) {
     for (int64_t i = 0; i < b->seen.count; i++) {
       const hcp__rows *seen = &b->seen.list[i];
       hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
-                  (const int64_t[]){row + seen->row, seen->rows, part, b->home_received});
-      b->home_received += seen->rows;
+                  (const int64_t[]){row + seen->row, seen->rows, part, b->return_received});
+      b->return_received += seen->rows;
     }
     row += hcp__rows_of(&b->view, s, j);
   }
@@ -353,7 +353,7 @@ static int64_t append_relayed_parts(builder *b, int32_t owner, int32_t reader, i
     for (int64_t i = 0; i < b->seen.count; i++) {
       const hcp__rows *seen = &b->seen.list[i];
       hcp__append(
-          &b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS,
+          &b->lists, HCP_SCHEDULE_RETURN_RELAY_RUNS,
           (const int64_t[]){to + hcp__place_in(&b->of_node, seen->row), seen->rows, part, from});
       from += seen->rows;
     }
@@ -369,9 +369,9 @@ static void relay_homes(builder *b) {
     int32_t owner = hcp__place_at(v, node, own_seat(b));
     if (owner == v->j) continue;
     int64_t rows = all_rows_seen(b, all_sequences(b), owner, hcp__own_node(v));
-    b->relayed[node] = b->home_relayed;
-    append_peer(b, HCP_SCHEDULE_HOME_RELAY_SENDS, owner, b->home_relayed, rows);
-    b->home_relayed += rows;
+    b->relayed[node] = b->return_relayed;
+    append_peer(b, HCP_SCHEDULE_RETURN_RELAY_SENDS, owner, b->return_relayed, rows);
+    b->return_relayed += rows;
     append_relayed_parts(b, owner, v->j, HCP_RELAYED_SENT, b->home[owner]);
   }
 }
@@ -379,14 +379,14 @@ static void relay_homes(builder *b) {
 /* What comes from a reader of this node: parts of local rows, and of the rows of other nodes'
  * places with this seat. */
 static void append_parts_of(builder *b, int32_t reader, int64_t local_entry_count) {
-  int64_t first = b->home_received;
+  int64_t first = b->return_received;
   for (int32_t node = 0; node < b->view.nodes; node++)
     if (node == own_node(b))
       append_parts(b, reader, local_entry_count);
     else
-      b->home_received = append_relayed_parts(b, hcp__place_at(&b->view, node, own_seat(b)), reader,
-                                              HCP_RELAYED_RECEIVED, b->home_received);
-  append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, reader, first, b->home_received - first);
+      b->return_received = append_relayed_parts(b, hcp__place_at(&b->view, node, own_seat(b)),
+                                                reader, HCP_RELAYED_RECEIVED, b->return_received);
+  append_peer(b, HCP_SCHEDULE_RETURN_RECEIVES, reader, first, b->return_received - first);
 }
 
 /* What comes home is one more part after the entries of stage 0: from the readers of this node,
@@ -397,11 +397,11 @@ static void append_homecoming(builder *b, int64_t local_entry_count) {
     if (seat != own_seat(b))
       append_parts_of(b, hcp__place_at(v, own_node(b), seat), local_entry_count);
   for (int32_t node = 0; node < v->nodes; node++) {
-    int64_t first = b->home_received;
+    int64_t first = b->return_received;
     if (node == own_node(b)) continue;
     append_parts(b, hcp__node_reader(v, node), local_entry_count);
-    append_peer(b, HCP_SCHEDULE_HOME_RELAY_RECEIVES, hcp__place_at(v, node, own_seat(b)), first,
-                b->home_received - first);
+    append_peer(b, HCP_SCHEDULE_RETURN_RELAY_RECEIVES, hcp__place_at(v, node, own_seat(b)), first,
+                b->return_received - first);
   }
 }
 
@@ -430,7 +430,7 @@ static int64_t ring_sequence(builder *b, int32_t s, int32_t owner, int64_t key_r
     const int64_t *made = entry_at(b, entry);
     int64_t row = hcp__row_at(&b->of_node, made[2] - key_row);
     hcp__append(
-        &b->lists, HCP_SCHEDULE_HOME_RUNS,
+        &b->lists, HCP_SCHEDULE_RETURN_RUNS,
         (const int64_t[]){b->home[owner] + hcp__place_in(&b->seen, row), made[3], entry, 0});
   }
   for (int64_t i = 0; i < b->of_node.count; i++) {
@@ -612,7 +612,7 @@ static void place_keys(builder *b, int32_t s, const hcp__rows *seen, int64_t key
     int64_t begin = hcp__most(key_row, made[2]),
             end = hcp__least(key_row + seen->rows, made[2] + made[3]);
     if (begin < end)
-      hcp__append(&b->lists, HCP_SCHEDULE_HOME_RUNS,
+      hcp__append(&b->lists, HCP_SCHEDULE_RETURN_RUNS,
                   (const int64_t[]){*home + begin - key_row, end - begin, entry, begin - made[2]});
   }
   *home += seen->rows;
@@ -684,12 +684,12 @@ static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
   stage x = {{0, 0}, {0, degree}, {0, degree}};
   for (int32_t s = 0; s < end; s++) left += fetched_most(b, s);
-  int64_t stages = hcp__most(1, hcp__least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
+  int64_t stages = hcp__most(1, hcp__least(left / b->stage_tokens, HCP_SCHEDULE_GATHERS_MAX));
   int64_t share = (left + stages - 1) / stages;
   while (x.of.end < end) {
     rows += fetched_most(b, x.of.end);
     left -= fetched_most(b, x.of.end++);
-    if (x.of.end < end && (rows < share || left < b->stage_rows)) continue;
+    if (x.of.end < end && (rows < share || left < b->stage_tokens)) continue;
     append_stage(b, &x);
     x.of.begin = x.of.end;
     rows = 0;
@@ -832,11 +832,11 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
   }
   if (status != HCP_OK) return status;
   hcp__append(&b->lists, HCP_SCHEDULE_SIZES,
-              (const int64_t[]){rows, b->home_sent, b->home_received, b->home_relayed, comm_type,
-                                b->inner, v->limits.left, v->limits.right});
+              (const int64_t[]){rows, b->return_sent, b->return_received, b->return_relayed,
+                                comm_type, b->inner, v->limits.left, v->limits.right});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
-  hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
-  hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_RETURN_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_RETURN_RELAY_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);
   return hcp__table_create(&b->lists, HCP_SCHEDULE_SECTION_COUNT, schedule, err);
 }
@@ -887,16 +887,17 @@ static hcp_status masks_of(const hcp_plan *plan, const hcp_mask *mask, hcp_comm_
 
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
+                               int64_t stage_tokens, int32_t by_nodes, hcp_table **schedule,
                                hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status != HCP_OK) return status;
   if (hcp_comm_type_name(comm_type) == NULL)
     return hcp__fail(err, HCP_INVALID, "comm_type is %d, expected 0 to %d", (int)comm_type,
                      HCP_COMM_TYPE_COUNT - 1);
-  if (stage_rows < 1)
-    return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
-  builder b = {.stage_rows = stage_rows};
+  if (stage_tokens < 1)
+    return hcp__fail(err, HCP_INVALID, "stage_tokens is %lld, expected >= 1",
+                     (long long)stage_tokens);
+  builder b = {.stage_tokens = stage_tokens};
   b.view.lists = &b.lists;
   b.view.plan = plan;
   b.view.group = hcp__group_of(plan, micro_batch, rank);

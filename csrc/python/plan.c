@@ -487,16 +487,17 @@ static int header_from(PyObject *const objects[5], hcp_schedule_header *header) 
 }
 
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank",     "comm_type", "inner",  "left",      "right",
-                             "stage_rows",  "mask",     "by_nodes",  "serial", "transport", "step",
-                             "head_chunks", "checksum", "in_place",  NULL};
-  PyObject *place[2], *inner_object, *sides[2], *stage_rows_object, *index_object = NULL;
+  static char *keywords[] = {"micro_batch", "rank",     "comm_type",    "inner",
+                             "left",        "right",    "stage_tokens", "mask",
+                             "by_nodes",    "serial",   "transport",    "step",
+                             "head_chunks", "checksum", "in_place",     NULL};
+  PyObject *place[2], *inner_object, *sides[2], *stage_tokens_object, *index_object = NULL;
   PyObject *said[5] = {NULL, NULL, NULL, NULL, NULL};
   int by_nodes = 0, in_place = 0;
   const hcp_plan *plan = plan_of(self);
   hcp_schedule_header header = {.plan = (int64_t)plan->checksum, .head_chunks = 1};
   int32_t micro_batch, rank, inner;
-  int64_t stage_rows;
+  int64_t stage_tokens;
   hcp_mask mask = {.index = -1};
   const char *name;
   hcp_comm_type comm_type;
@@ -504,18 +505,18 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|OpOOOOOp:schedule", keywords, &place[0],
                                    &place[1], &name, &inner_object, &sides[0], &sides[1],
-                                   &stage_rows_object, &index_object, &by_nodes, &said[0], &said[1],
-                                   &said[2], &said[3], &said[4], &in_place) ||
+                                   &stage_tokens_object, &index_object, &by_nodes, &said[0],
+                                   &said[1], &said[2], &said[3], &said[4], &in_place) ||
       header_from(said, &header) < 0 || place_from(place, &micro_batch, &rank) < 0 ||
       comm_type_from(name, &comm_type) < 0 || hcp_py_int32(inner_object, "inner", &inner) < 0 ||
       hcp_py_int64(sides[0], "left", &mask.left) < 0 ||
       hcp_py_int64(sides[1], "right", &mask.right) < 0 ||
-      hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0 ||
+      hcp_py_int64(stage_tokens_object, "stage_tokens", &stage_tokens) < 0 ||
       (index_object != NULL && hcp_py_int32(index_object, "mask", &mask.index) < 0))
     return NULL;
   HCP_PY_WITHOUT_GIL(self, status,
                      hcp_schedule_create(plan, micro_batch, rank, comm_type, inner, &mask,
-                                         stage_rows, by_nodes, &table, &err));
+                                         stage_tokens, by_nodes, &table, &err));
   if (status != HCP_OK) return hcp_py_raise(&err);
   header.micro_batch = micro_batch;
   header.rank = rank;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import Move, Read
+from hcp.exchange.tables import Move, PeerRead
 from hcp.exchange.transport import (
     Share,
     SharingTransport,
@@ -98,7 +98,7 @@ class ReadBlock:
         def shared(
             staged: int, staged_runs: list[tuple[int, ...]], runs: list[tuple[int, ...]], total: int
         ) -> Share:
-            read = Read([(peer, staged) for peer in others], _table(runs), total, others)
+            read = PeerRead([(peer, staged) for peer in others], _table(runs), total, others)
             return Share(staged, (width,), dtype, _table(staged_runs), others, [read])
 
         self._gather = transport.share(

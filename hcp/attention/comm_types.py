@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hcp import _core
 from hcp._validate import expect_items, plain
 from hcp._words import CommType
-from hcp.exchange.sizes import STAGE_ROWS
+from hcp.exchange.sizes import STAGE_TOKENS
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import divisors
 from hcp.planning.plan import Plan
@@ -180,7 +180,7 @@ def _fastest(
     has the times in words (``hcp_comm_times``)."""
     place = layout.micro_batch, layout.rank
     times, fastest = _core.comm_times(
-        plan.core, *place, *window, *heads, packed, rows_only, STAGE_ROWS
+        plan.core, *place, *window, *heads, packed, rows_only, STAGE_TOKENS
     )
     listed = ", ".join(
         f"{name} {inner}: {time}" if name == A2A_P2P else f"{name}: {time}"

@@ -20,8 +20,8 @@ from torch import Tensor
 from hcp import _core, ops
 from hcp.attention.checks import Inputs, check, check_options, scale_of, window_of
 from hcp.attention.kernels import (
-    Choice,
     Kernel,
+    KernelChoice,
     LaunchTable,
     kernel_for,
     scores_of_sinks,
@@ -29,7 +29,7 @@ from hcp.attention.kernels import (
 )
 from hcp.attention.layer import as_kernels_take
 from hcp.exchange.agreement import (
-    Kind,
+    CallKind,
     Stamp,
     agree_once,
     refuse_transforms,
@@ -39,7 +39,7 @@ from hcp.exchange.calls import Calls
 from hcp.exchange.layout import Layout, buffer_of, tensor_of
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Origin, PathTable, places
-from hcp.exchange.transport import Transport, rows_of
+from hcp.exchange.transport import Transport, flat_rows
 
 
 class KeyRoute(PathTable):
@@ -83,7 +83,7 @@ class Blocks(LaunchTable):
         words = _core.join_entries(entries, kernel.packs, queries, keys)
         super().__init__(tensor_of(words, torch.int64))
         self.launch_list = self.launches()
-        self.query_runs, self.key_runs = self.section("OUTPUT_RUNS"), self.section("HOME_RUNS")
+        self.query_runs, self.key_runs = self.section("OUTPUT_RUNS"), self.section("RETURN_RUNS")
         self.query_rows, self.key_rows = query_rows, route.output_rows
 
 
@@ -142,7 +142,7 @@ class _Attend(torch.autograd.Function):
             (value, blocks.key_runs, blocks.key_rows),
         )
         grads = [
-            ops.reduce([rows_of(part[i]) for part in parts], runs, rows).view_as(whole)
+            ops.reduce([flat_rows(part[i]) for part in parts], runs, rows).view_as(whole)
             for i, (whole, runs, rows) in enumerate(placed)
         ]
         return *grads, None, None, None
@@ -188,7 +188,7 @@ class CrossAttention:
             taken = (*as_kernels_take(query, key, value), sinks)
             scale = scale_of(taken[0], asked.softmax_scale)
             _check_inputs(taken, route.source_rows, self._transport.device)
-            choice = Choice(self._kernel_family, asked.softcap)
+            choice = KernelChoice(self._kernel_family, asked.softcap)
             kernel = kernel_for(taken[0].device, taken[0].dtype, choice)
             kind = self._kind(taken, keys[1], route.window, asked._replace(softmax_scale=scale))
             stamp = Stamp(kind, number, layer=self._calls.layer())
@@ -199,8 +199,8 @@ class CrossAttention:
 
     def _kind(
         self, inputs: Inputs, keys: Origin, window: tuple[int, int], asked: CrossOptions
-    ) -> Kind:
-        return Kind(
+    ) -> CallKind:
+        return CallKind(
             "cross_attention",
             self._origin,
             keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
@@ -217,7 +217,7 @@ class CrossAttention:
         self, route: KeyRoute, inputs: Inputs, scale: float, kernel: Kernel, stamp: Stamp
     ) -> tuple[Tensor, Tensor]:
         query, key, value, sinks = inputs
-        whole = copy_rows(self._transport, route, [rows_of(key), rows_of(value)], stamp)
+        whole = copy_rows(self._transport, route, [flat_rows(key), flat_rows(value)], stamp)
         sizes = [key.shape[1:].numel(), value.shape[1:].numel()]
         whole_key, whole_value = torch.split(whole, sizes, 1)
         out: Tensor

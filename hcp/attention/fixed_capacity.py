@@ -20,15 +20,15 @@ from hcp import _core
 from hcp.attention.block_exchange import block_exchange
 from hcp.attention.kernels import (
     Attended,
-    Choice,
     Kernel,
+    KernelChoice,
     Launch,
     ResultGrads,
     kernel_for,
     wide,
 )
 from hcp.errors import HcpError
-from hcp.exchange.agreement import BACKWARD, FORWARD, Kind, Stamp, agree_once, rows_like
+from hcp.exchange.agreement import BACKWARD, FORWARD, CallKind, Stamp, agree_once, rows_like
 from hcp.exchange.layout import tensor_of
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.transport import Transport
@@ -188,7 +188,7 @@ def fixed_kernel(device: torch.device, dtype: torch.dtype, family: str) -> Kerne
             f"dtype is {dtype} on {device.type}, expected float32 or float64 there: attention of "
             "fixed capacity computes other dtypes on CUDA"
         )
-    return kernel_for(device, dtype, Choice(family))
+    return kernel_for(device, dtype, KernelChoice(family))
 
 
 class FixedAttention:
@@ -218,7 +218,7 @@ class FixedAttention:
             self._block = block_exchange(transport, block, capacity.rows, width, key.dtype)
         self.sends = self.receives = [Move(peer, 0, capacity.rows) for peer in block]
         self.agreed: set[int] = set()
-        self.kind = Kind(
+        self.kind = CallKind(
             "attention of fixed capacity",
             query=rows_like(query),
             key=rows_like(key),

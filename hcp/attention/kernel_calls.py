@@ -12,7 +12,7 @@ from torch import Tensor
 from hcp import _core
 from hcp.attention.kernels import Kernel, Launch, LaunchTable
 from hcp.exchange.layout import buffer_of, tensor_of
-from hcp.exchange.tables import Read, Schedule
+from hcp.exchange.tables import PeerRead, Schedule
 
 WAITING = 5
 """The most stages whose outputs wait for the last one. They have no more bytes than those of three
@@ -68,8 +68,8 @@ class Launches(LaunchTable):
         return self.section("SUNK_RUNS")
 
     @cached_property
-    def home_runs(self) -> Tensor:
-        return self.section("HOME_RUNS")
+    def return_runs(self) -> Tensor:
+        return self.section("RETURN_RUNS")
 
     @cached_property
     def local_runs(self) -> Tensor:
@@ -78,7 +78,7 @@ class Launches(LaunchTable):
     # ---- rows that ranks read where their owners hold them ----
 
     @cached_property
-    def reads(self) -> list[Read | None]:
+    def reads(self) -> list[PeerRead | None]:
         """The rows that each stage reads from the memory of the keys' owners; None: nothing."""
         owners, runs = self.records("READ_OWNERS"), self._by_stage("READ_RUNS", "read_runs")
         return [
@@ -89,7 +89,7 @@ class Launches(LaunchTable):
         ]
 
     @cached_property
-    def read_of_all(self) -> Read:
+    def read_of_all(self) -> PeerRead:
         """The rows of all reads at once, those of one after the other's."""
         rows = sum(read.rows for read in self.reads if read is not None)
         return _read(self.records("ALL_OWNERS"), self.section("ALL_RUNS"), rows)
@@ -101,7 +101,9 @@ class Launches(LaunchTable):
 
     @cached_property
     def gradient_return(self) -> GradientReturn:
-        read = _read(self.records("HOME_OWNERS"), self.section("HOME_READ_RUNS"), self._query_rows)
+        read = _read(
+            self.records("RETURN_OWNERS"), self.section("RETURN_READ_RUNS"), self._query_rows
+        )
         readers = self.section("READERS").flatten().tolist()
         return GradientReturn(self._staged_rows, self.section("STAGED_RUNS"), readers, read)
 
@@ -135,14 +137,14 @@ class GradientReturn(NamedTuple):
     staged_runs: Tensor
     readers: list[int]
     """Owners that staged rows are for, ascending."""
-    read: Read
+    read: PeerRead
     """The rows that this rank reads. Its parts: this rank's launches of stage 0, then the ranks
     that staged rows for it."""
 
 
-def _read(owners: list[list[int]], runs: Tensor, rows: int) -> Read:
+def _read(owners: list[list[int]], runs: Tensor, rows: int) -> PeerRead:
     held = [(peer, count) for peer, count, _ in owners]
-    return Read(held, runs, rows, [peer for peer, _, done in owners if done])
+    return PeerRead(held, runs, rows, [peer for peer, _, done in owners if done])
 
 
 def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:

@@ -179,19 +179,19 @@ class SentKeys:
         if len(schedule.stages) == 1:
             return lambda: sum_gradients(own, None, launches.local_runs, rows, 2, rotary)
         sent = torch.ops.hcp.reduce_to_send.default(
-            grads, launches.home_runs, 2, schedule.home_sent_rows
+            grads, launches.return_runs, 2, schedule.return_sent_rows
         )
         del grads[len(own) :]
-        returned = sent.new_empty((schedule.home_received_rows, sent.shape[1]))
+        returned = sent.new_empty((schedule.return_received_rows, sent.shape[1]))
         pending = self._transport.start(
-            sent, schedule.home_sends, returned, schedule.home_receives, stamp=stamp
+            sent, schedule.return_sends, returned, schedule.return_receives, stamp=stamp
         )
 
         def sums() -> list[Tensor]:
             nonlocal pending, sent
             pending.wait()
-            if schedule.home_relay is not None:
-                pending = self._relay_back(schedule.home_relay, returned, sent, stamp)
+            if schedule.return_relay is not None:
+                pending = self._relay_back(schedule.return_relay, returned, sent, stamp)
                 pending.wait()
             del pending, sent
             if own:
@@ -247,7 +247,7 @@ class ReadKeys:
     @property
     def _has_gradients(self) -> bool:
         """Whether any query sees this rank's keys."""
-        return bool(self._launches.stages[0] or self._schedule.home_receives)
+        return bool(self._launches.stages[0] or self._schedule.return_receives)
 
     @cached_property
     def _grads(self) -> Shared:

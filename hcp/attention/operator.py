@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Choice, families
+from hcp.attention.kernels import KernelChoice, families
 from hcp.attention.layer import backward, empty_result, flat_name, flat_options, forward, layer_of
 from hcp.attention.prepared import LayerCall, LayerOptions, prepared_of
 from hcp.attention.rotary import Rotary
@@ -128,7 +128,7 @@ def _expect_like(
 def _call_of(given: Arguments | BackwardArguments, number: int) -> LayerCall:
     if given.family not in families():
         raise ValueError(f"family is {given.family!r}, expected one of {sorted(families())}")
-    options = LayerOptions(given.words, given.scale, Choice(given.family, given.softcap))
+    options = LayerOptions(given.words, given.scale, KernelChoice(given.family, given.softcap))
     rotary = _rotary_of(given.cos, given.sin, given.interleaved)
     prepared = prepared_of(given.words)
     return LayerCall(options, prepared, rotary, number, given.name or None)

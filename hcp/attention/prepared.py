@@ -15,10 +15,10 @@ from hcp.attention.checks import Inputs, check, check_latent
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.head_shares import split
 from hcp.attention.kernel_calls import Launches, launches_of
-from hcp.attention.kernels import Choice, Kernel, kernel_for
+from hcp.attention.kernels import Kernel, KernelChoice, kernel_for
 from hcp.attention.key_transfer import KeyTransfer, transfer_of
 from hcp.attention.rotary import Rotary
-from hcp.exchange.agreement import Kind, LayerName, Stamp, agree_once, rows_like
+from hcp.exchange.agreement import CallKind, LayerName, Stamp, agree_once, rows_like
 from hcp.exchange.tables import Move, Schedule
 from hcp.exchange.transport import Transport, transport_of
 
@@ -31,7 +31,7 @@ class PreparedLayer(NamedTuple):
     launches: Launches
     transfer: KeyTransfer
     scale: float
-    kind: Kind
+    kind: CallKind
     heads: HeadExchange | None
     """None where rows stay: there is nobody to exchange heads with."""
     packs: bool
@@ -116,7 +116,7 @@ class LayerOptions(NamedTuple):
     words: Tensor
     """Its schedule."""
     scale: float
-    choice: Choice
+    choice: KernelChoice
 
 
 class LayerCall(NamedTuple):
@@ -147,10 +147,10 @@ def make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
     return _layer(call, transport, kind, inputs, chunks)
 
 
-def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> Kind:
+def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> CallKind:
     schedule, choice = call.prepared.schedule, call.options.choice
     query, key, value, sinks = inputs
-    kind = Kind(
+    kind = CallKind(
         "attention",
         schedule.origin,
         query=rows_like(query),
@@ -173,7 +173,7 @@ def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> Kind:
 
 
 def _chunks(
-    call: LayerCall, transport: Transport, kind: Kind, inputs: Inputs
+    call: LayerCall, transport: Transport, kind: CallKind, inputs: Inputs
 ) -> Sequence[HeadChunk]:
     """Nothing where all heads are computed at once."""
     query, key, value, sinks = inputs
@@ -195,7 +195,7 @@ def _chunks(
 def _layer(
     call: LayerCall,
     transport: Transport,
-    kind: Kind,
+    kind: CallKind,
     inputs: Inputs,
     chunks: Sequence[HeadChunk] = (),
 ) -> PreparedLayer:

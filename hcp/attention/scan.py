@@ -19,7 +19,7 @@ from hcp.exchange.calls import Calls, HandlerPart
 from hcp.exchange.layout import Layout, halo_rows, span_rows
 from hcp.exchange.move import check_rows, copy_rows_of
 from hcp.exchange.routes import Routes
-from hcp.exchange.states import Maps, Parts, Rule, StatePasses, linear, pass_states
+from hcp.exchange.states import MapRule, Maps, Parts, StatePasses, linear, pass_states
 from hcp.exchange.transport import Transport
 from hcp.exchange.units import guarded
 
@@ -159,7 +159,7 @@ class Scan(HandlerPart):
                 found = of_state(given, tuple(x.expand(count, *x.shape[1:]) for x in start))
                 return tuple(found)
 
-            rule = Rule(of_two, of_state, started, start)
+            rule = MapRule(of_two, of_state, started, start)
             made = Maps(tuple(x.to(wide) for x in parts), rule)
             others = ", ".join(str(rows_like(part)) for part in (*made.parts[1:], *start))
             stamp = self._calls.stamp("scan.pass_maps", number, made.parts[0], wide, others=others)
@@ -267,7 +267,8 @@ class Scan(HandlerPart):
 
     @property
     def choices(self) -> tuple[scans.ScanChoice, ...]:
-        """What this rank's group uses for each recurrent layer's sizes so far, with the reason."""
+        """The way that this rank's group uses for each recurrent layer's sizes so far, with the
+        reason."""
         return tuple(self._choices.values())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hcp import _core
 from hcp.attention import comm_types as comm
 from hcp.attention.checks import check_options, scale_of, window_of
-from hcp.attention.kernels import Choice
+from hcp.attention.kernels import KernelChoice
 from hcp.attention.prepared import LayerOptions, Prepared, prepared_of
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import schedule_words
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     mask: str | None
 
 
-class Limits(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that a layer's queries see."""
 
     left: int
@@ -105,9 +105,9 @@ class Schedules:
             comm.check_sends_rows(comm_type)
             counts = counts[0], comm.NO_HEADS
         words = self.words_of(comm_type, *limits[:2], counts, limits.mask)
-        return LayerOptions(words, scale, Choice(self._kernel_family, asked.softcap))
+        return LayerOptions(words, scale, KernelChoice(self._kernel_family, asked.softcap))
 
-    def _limits(self, window: tuple[int, int], causal: bool, mask: str | None) -> Limits:
+    def _limits(self, window: tuple[int, int], causal: bool, mask: str | None) -> VisibleKeys:
         """Under masks, whether a layer is causal is the mask's to say."""
         names = tuple(self._layout.plan.masks)
         if mask is not None and mask not in names:
@@ -115,7 +115,7 @@ class Schedules:
                 f"mask is {mask!r}, expected one of {list(names)}: the names of masks= of hcp.plan"
             )
         left, right = window_of(window, causal and not names)
-        return Limits(left, right, (names.index(mask) if mask else 0) if names else -1)
+        return VisibleKeys(left, right, (names.index(mask) if mask else 0) if names else -1)
 
     def words_of(
         self, comm_type: str, left: int, right: int, counts: tuple[int, int], mask: int = -1
@@ -127,7 +127,7 @@ class Schedules:
                 f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
                 "name every type in comm_types= of hcp.dispatch"
             )
-        limits = Limits(left, right, mask)
+        limits = VisibleKeys(left, right, mask)
         words = self._words.get(_key_of(comm_type, limits, counts))
         if words is None and torch.compiler.is_compiling():
             raise ValueError(
@@ -146,7 +146,7 @@ class Schedules:
         """The group's choice for each comm type, mask and number of heads so far."""
         return tuple(dict.fromkeys(self._choices.values()))
 
-    def _prepare(self, comm_type: str, limits: Limits, counts: tuple[int, int]) -> Tensor:
+    def _prepare(self, comm_type: str, limits: VisibleKeys, counts: tuple[int, int]) -> Tensor:
         key = _key_of(comm_type, limits, counts)
         if key not in self._words:
             layout = self._layout
@@ -156,7 +156,7 @@ class Schedules:
             self._words[key] = self._schedule(choice.used, choice.inner, limits)
         return self._words[key]
 
-    def _schedule(self, comm_type: str, inner: int, limits: Limits) -> Tensor:
+    def _schedule(self, comm_type: str, inner: int, limits: VisibleKeys) -> Tensor:
         layout = self._layout
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         in_place = read_in_place(self._transport, group)
@@ -190,6 +190,6 @@ def _head_count(rows: Tensor) -> int:
     return rows.shape[1] if rows.dim() > 1 else 0
 
 
-def _key_of(comm_type: str, limits: Limits, counts: tuple[int, int]) -> tuple[object, ...]:
+def _key_of(comm_type: str, limits: VisibleKeys, counts: tuple[int, int]) -> tuple[object, ...]:
     """The key of a layer's schedule among those of a plan."""
     return (comm_type, *limits, *(counts if comm_type in comm.CHOSEN else ()))

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
-from hcp.cli.arguments import in_words, new_parser
+from hcp.cli.command_arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
 from hcp.step.config import Config
 from hcp.tools.programs.arguments import (
@@ -41,8 +41,8 @@ from hcp.tools.programs.arguments import (
     number_of_ranks,
     whole_number,
 )
-from hcp.tools.programs.data import VOCABULARY_SIZE
 from hcp.tools.programs.files import expect_writable
+from hcp.tools.programs.text_data import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point

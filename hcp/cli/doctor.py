@@ -19,11 +19,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp._versions import installed
-from hcp.cli.arguments import new_parser
+from hcp.cli.command_arguments import new_parser
 
 if TYPE_CHECKING:
     from hcp.attention.kernels import Kernel
-    from hcp.attention.kernels.present import Found
+    from hcp.attention.kernels.present import FamilyStatus
 
 EXTRAS = {
     "matplotlib": "the demo's picture of losses",
@@ -33,7 +33,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 PROBE_ERROR = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     part: str
     name: str
     says: str
@@ -50,12 +50,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
+def attempt(part: str, name: str, work: Callable[[], str]) -> Diagnosis:
     """Return a finding with the text that `work` returns, or the error that it raises."""
     try:
-        return Finding(part, name, work(), True)
+        return Diagnosis(part, name, work(), True)
     except Exception as error:
-        return Finding(part, name, f"{type(error).__name__}: {error}".split("\n")[0], False)
+        return Diagnosis(part, name, f"{type(error).__name__}: {error}".split("\n")[0], False)
 
 
 # ---- Versions ------------------------------------------------------------------------------------
@@ -64,27 +64,27 @@ def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
 NO_TORCH = "not installed, and only plans can be made without it: python -m pip install torch"
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[Diagnosis]:
     import hcp
 
     part = "versions"
-    yield Finding(part, "hcp", hcp.__version__)
+    yield Diagnosis(part, "hcp", hcp.__version__)
     yield from namesake(part)
-    yield Finding(part, "Python", f"{platform.python_version()}, {platform.platform()}")
+    yield Diagnosis(part, "Python", f"{platform.python_version()}, {platform.platform()}")
     if not has_torch():
-        yield Finding(part, "torch", NO_TORCH, False)
+        yield Diagnosis(part, "torch", NO_TORCH, False)
         return
     import torch
 
     cuda = torch.version.cuda
-    yield Finding(part, "torch", f"{torch.__version__}, CUDA {cuda or '-'}")
+    yield Diagnosis(part, "torch", f"{torch.__version__}, CUDA {cuda or '-'}")
     for module in ("hcp._core", "hcp.ops"):
         yield attempt(part, module, lambda module=module: loaded(module))  # type: ignore[misc]
     for name, purpose in EXTRAS.items():
         yield extra(part, name, purpose)
 
 
-def namesake(part: str) -> Iterator[Finding]:
+def namesake(part: str) -> Iterator[Diagnosis]:
     """Find the other project of the name hcp, whose package has the same import name."""
     version = installed("hcp")
     if version is not None:
@@ -93,7 +93,7 @@ def namesake(part: str) -> Iterator[Finding]:
             "overwrite each other's files. Uninstall both, then install hcp-torch: "
             "python -m pip uninstall hcp hcp-torch"
         )
-        yield Finding(part, "distribution hcp", says, False)
+        yield Diagnosis(part, "distribution hcp", says, False)
 
 
 def has_torch() -> bool:
@@ -105,44 +105,44 @@ def loaded(module: str) -> str:
     return f"loaded from {found.__file__}"
 
 
-def extra(part: str, name: str, purpose: str) -> Finding:
+def extra(part: str, name: str, purpose: str) -> Diagnosis:
     version = installed(name)
     says = f"not installed, needed for {purpose}: python -m pip install {name}"
-    return Finding(part, name, version or says, version is not None)
+    return Diagnosis(part, name, version or says, version is not None)
 
 
 # ---- Devices and links ---------------------------------------------------------------------------
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Iterator[Diagnosis]:
     part = "devices"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(part, "CPU", f"{platform.machine()}, {cores} cores for this process", True)
+    yield Diagnosis(part, "CPU", f"{platform.machine()}, {cores} cores for this process", True)
     fields = "index,name,memory.total,driver_version,compute_cap"
     try:
         lines = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(part, "GPU", str(error), False)
+        yield Diagnosis(part, "GPU", str(error), False)
         return
     for line in lines:
         index, *rest = (word.strip() for word in line.split(","))
         says = "{}, {}, driver {}, compute capability {}".format(*rest)
-        yield Finding(part, f"GPU {index}", says, True)
+        yield Diagnosis(part, f"GPU {index}", says, True)
     yield from visible(part, len(lines))
 
 
-def visible(part: str, gpus: int) -> Iterator[Finding]:
+def visible(part: str, gpus: int) -> Iterator[Diagnosis]:
     """Find whether torch can use the GPUs that the driver has."""
     import torch
 
     if torch.version.cuda is None:
         says = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
-        yield Finding(part, "torch sees", says, False)
+        yield Diagnosis(part, "torch sees", says, False)
         return
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     told = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen!r})"
     count = torch.cuda.device_count()
-    yield Finding(part, "torch sees", f"{count} of {gpus} GPUs{told}", count > 0)
+    yield Diagnosis(part, "torch sees", f"{count} of {gpus} GPUs{told}", count > 0)
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -160,20 +160,20 @@ def nvidia_smi(*arguments: str) -> str:
     return done.stdout
 
 
-def links() -> Iterator[Finding]:
+def links() -> Iterator[Diagnosis]:
     part = "links"
     try:
         matrix = nvidia_smi("topo", "-m")
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(part, "between GPUs", f"none: {error}", False)
+        yield Diagnosis(part, "between GPUs", f"none: {error}", False)
         return
     pairs = link_pairs(matrix)
     if not pairs:
-        yield Finding(part, "between GPUs", "one GPU: none")
+        yield Diagnosis(part, "between GPUs", "one GPU: none")
     for link, members in sorted(pairs.items()):
         shown = ", ".join(f"{a}-{b}" for a, b in members[:6])
         more = "" if len(members) <= 6 else f" and {len(members) - 6} more pairs"
-        yield Finding(part, link, f"{LINKS.get(link[:2], 'PCIe')}: GPUs {shown}{more}")
+        yield Diagnosis(part, link, f"{LINKS.get(link[:2], 'PCIe')}: GPUs {shown}{more}")
 
 
 LINKS = {"NV": "NVLink", "SY": "across sockets", "NO": "across NUMA nodes of a socket"}
@@ -206,26 +206,26 @@ def operators() -> list[str]:
     return sorted(name for of, name in names if of == "hcp" and not name.startswith("attention"))
 
 
-def kernels() -> Iterator[Finding]:
+def kernels() -> Iterator[Diagnosis]:
     lacks = {"CPU": None, "CUDA": lacks_gpu((8, 0))}
     for name in operators():
         for device in lacks:
             yield of_kernel(name, device, lacks[device])
 
 
-def of_kernel(name: str, device: str, lacks: str | None) -> Finding:
+def of_kernel(name: str, device: str, lacks: str | None) -> Diagnosis:
     import torch
 
     part, shown = "kernels", f"{name}, {device}"
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device):
         says = "built in" if lacks is None else f"built in, but {lacks}"
-        return Finding(part, shown, says, lacks is None)
+        return Diagnosis(part, shown, says, lacks is None)
     if device == "CPU":
-        return Finding(part, shown, "there is none: it is between GPUs")
-    return Finding(part, shown, NOT_BUILT, False)
+        return Diagnosis(part, shown, "there is none: it is between GPUs")
+    return Diagnosis(part, shown, NOT_BUILT, False)
 
 
-def attention() -> Iterator[Finding]:
+def attention() -> Iterator[Diagnosis]:
     """Find PyTorch's kernels, which the backend torch calls, and then every other backend."""
     import torch
 
@@ -251,7 +251,7 @@ TORCH_KERNELS = {
 """The name of each kernel, and PyTorch's operator."""
 
 
-def of_torch(part: str, kernel: Kernel) -> Finding:
+def of_torch(part: str, kernel: Kernel) -> Diagnosis:
     import torch
 
     from hcp.attention.kernels.flash_attn_torch import Flash2
@@ -261,16 +261,16 @@ def of_torch(part: str, kernel: Kernel) -> Finding:
     if operator is None:
         says += ": slow, for types that FlashAttention on GPUs lacks"
     elif not hasattr(torch.ops.aten, operator):
-        return Finding(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
+        return Diagnosis(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
     if isinstance(kernel, Flash2):
         lacks = lacks_gpu((8, 0))
         if lacks is None and not torch.backends.cuda.is_flash_attention_available():
             lacks = "torch was built without FlashAttention"
-        return Finding(part, name, lacks or says, lacks is None)
-    return Finding(part, name, says, True)
+        return Diagnosis(part, name, lacks or says, lacks is None)
+    return Diagnosis(part, name, says, True)
 
 
-def of_backend(part: str, name: str) -> Finding:
+def of_backend(part: str, name: str) -> Diagnosis:
     """Find whether a backend can be used. Its library is looked up, not imported."""
     from hcp.attention.kernels import KernelFamily
     from hcp.step.backends import BACKENDS
@@ -280,34 +280,36 @@ def of_backend(part: str, name: str) -> Finding:
     if version is None and isinstance(backend, KernelFamily) and backend.module is not None:
         version = backend.version
     if backend.package and version is None:
-        return Finding(part, name, f"the package {backend.package} is not installed", False)
+        return Diagnosis(part, name, f"the package {backend.package} is not installed", False)
     newest = backend.newest if isinstance(backend, KernelFamily) else None
     lacks = lacks_gpu(backend.capability, newest)
     if lacks is not None:
-        return Finding(part, name, lacks, False)
+        return Diagnosis(part, name, lacks, False)
     says = f"{backend.package} {version}, not imported" if version else "of torch"
-    return Finding(part, name, says, True)
+    return Diagnosis(part, name, says, True)
 
 
-def of_auto(part: str) -> Iterator[Finding]:
+def of_auto(part: str) -> Iterator[Diagnosis]:
     """The families that "auto" chooses between, on each kind of GPU that is here."""
     from hcp.attention.kernels.auto import explained
     from hcp.attention.kernels.present import dotted, survey
 
     lacks = lacks_gpu()
     if lacks is not None:
-        yield Finding(part, "auto", f"what torch does: {lacks}", True)
+        yield Diagnosis(part, "auto", f"what torch does: {lacks}", True)
         return
     try:
         there_are = capabilities()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        yield Finding(part, "auto", f"it goes by the GPU, which the driver does not name: {error}")
+        yield Diagnosis(
+            part, "auto", f"it goes by the GPU, which the driver does not name: {error}"
+        )
         return
     for capability in there_are:
         found = survey(capability)
-        yield Finding(part, "auto", explained(capability, found), True)
+        yield Diagnosis(part, "auto", explained(capability, found), True)
         for line in advice(capability, found):
-            yield Finding(part, f"auto on {dotted(capability)}", line)
+            yield Diagnosis(part, f"auto on {dotted(capability)}", line)
 
 
 ADVICE = {
@@ -320,7 +322,7 @@ ADVICE = {
 """The line for each family that "auto" would choose if its package were installed."""
 
 
-def advice(capability: tuple[int, int], found: Sequence[Found]) -> list[str]:
+def advice(capability: tuple[int, int], found: Sequence[FamilyStatus]) -> list[str]:
     """The packages to install for a GPU of this compute capability. That of soft-capping is named
     only where no other one caps scores."""
     from hcp.attention.kernels import FAMILIES
@@ -361,30 +363,30 @@ def lacks_gpu(capability: tuple[int, int] = (0, 0), newest: int | None = None) -
     return f"compute capability {said}, expected {wanted} or {highest}"
 
 
-def transports() -> Iterator[Finding]:
+def transports() -> Iterator[Diagnosis]:
     import torch
     import torch.distributed as dist
 
     part = "transports"
-    yield Finding(part, "loopback", "ranks as threads of one process, for tests", True)
+    yield Diagnosis(part, "loopback", "ranks as threads of one process, for tests", True)
     if not dist.is_available():
-        yield Finding(part, "torch.distributed", "torch was built without it", False)
+        yield Diagnosis(part, "torch.distributed", "torch was built without it", False)
         return
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     lacks = f"torch {torch.__version__} was built without"
     says = "for ranks on CPUs" if gloo else f"{lacks} Gloo"
-    yield Finding(part, "torch over Gloo", says, gloo)
+    yield Diagnosis(part, "torch over Gloo", says, gloo)
     gpus = torch.cuda.device_count()
     says = f"{lacks} NCCL"
     if nccl:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         says = f"NCCL {version}" + ("" if gpus else ", but torch sees no GPU")
-    over_nccl = Finding(part, "torch over NCCL", says, nccl and gpus > 0)
+    over_nccl = Diagnosis(part, "torch over NCCL", says, nccl and gpus > 0)
     yield over_nccl
     yield from _between_gpus(over_nccl, gpus)
 
 
-def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
+def _between_gpus(over_nccl: Diagnosis, gpus: int) -> Iterator[Diagnosis]:
     """Find hcp's own transports, which build on NCCL's process group."""
     from hcp.exchange.connect import TRANSPORTS, has_kernels
 
@@ -394,14 +396,14 @@ def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
         if not over_nccl.usable:
             yield over_nccl._replace(name=name)
         elif not has_kernels():
-            yield Finding(over_nccl.part, name, NOT_BUILT, False)
+            yield Diagnosis(over_nccl.part, name, NOT_BUILT, False)
         elif name == "nccl":
             yield over_nccl._replace(name=name)
         elif gpus < 2:
-            yield Finding(over_nccl.part, name, "torch sees one GPU, it wants two", False)
+            yield Diagnosis(over_nccl.part, name, "torch sees one GPU, it wants two", False)
         else:
             says = "if GPUs reach each other's memory: known when process groups are built"
-            yield Finding(over_nccl.part, name, says)
+            yield Diagnosis(over_nccl.part, name, says)
 
 
 # ---- Trying it -----------------------------------------------------------------------------------
@@ -443,7 +445,7 @@ def _difference(device: str, dtype: str, length: int) -> float:
     return float((attend(3) - attend(1)).abs().max())
 
 
-def trials(probe: bool) -> Iterator[Finding]:
+def trials(probe: bool) -> Iterator[Diagnosis]:
     """Run plan, dispatch, attention and combine together, on the CPU and, to probe, on GPUs."""
     import torch
 
@@ -451,10 +453,10 @@ def trials(probe: bool) -> Iterator[Finding]:
     for dtype in DTYPES:
         yield attempt(part, f"CPU, {dtype}", lambda dtype=dtype: trial("cpu", dtype))  # type: ignore[misc]
     if not probe:
-        yield Finding(part, "GPUs", "not tried: --probe does, and makes a CUDA context")
+        yield Diagnosis(part, "GPUs", "not tried: --probe does, and makes a CUDA context")
         return
     if torch.cuda.device_count() == 0:
-        yield Finding(part, "GPUs", "not tried: torch sees none", None)
+        yield Diagnosis(part, "GPUs", "not tried: torch sees none", None)
     for i in range(torch.cuda.device_count()):
         for dtype in DTYPES:
             yield attempt(
@@ -467,7 +469,7 @@ def trials(probe: bool) -> Iterator[Finding]:
 # ---- The report ----------------------------------------------------------------------------------
 
 
-def examine(probe: bool) -> Iterator[Finding]:
+def examine(probe: bool) -> Iterator[Diagnosis]:
     yield from versions()
     if not has_torch():
         return
@@ -481,7 +483,7 @@ NAMED = 3
 """How many kernels with the same finding are still named."""
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[Diagnosis]) -> str:
     """Return in one line whether hcp works here, on which devices, and why not on others."""
     import hcp
 
@@ -499,12 +501,12 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"hcp {hcp.__version__} works here {where}. torch sees {seen.says} ({names})"
 
 
-def is_needed(finding: Finding) -> bool:
+def is_needed(finding: Diagnosis) -> bool:
     """Whether hcp does not work because of this finding."""
     return finding.usable is False and (finding.part == "trial" or finding.says == NO_TORCH)
 
 
-def folded(kernels: Sequence[Finding]) -> Iterator[Finding]:
+def folded(kernels: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
     """Tell of the kernels of a device in one line, and in another of those with another finding."""
     alike: dict[tuple[str, str, bool | None], list[str]] = {}
     for finding in kernels:
@@ -512,7 +514,7 @@ def folded(kernels: Sequence[Finding]) -> Iterator[Finding]:
         alike.setdefault((device, finding.says, finding.usable), []).append(name)
     for (device, says, usable), names in sorted(alike.items(), key=lambda item: item[0][0]):
         told = ", ".join(names) if len(names) <= NAMED else f"{len(names)} kernels"
-        yield Finding("kernels", device, f"{told}: {says}", usable)
+        yield Diagnosis("kernels", device, f"{told}: {says}", usable)
 
 
 def main(argv: Sequence[str]) -> int:

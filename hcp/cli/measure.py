@@ -18,8 +18,8 @@ from hcp.attention.kernels import FAMILIES
 from hcp.attention.kernels.auto import computing
 from hcp.demo.training import Trainer, build_model, forward_step
 from hcp.planning.limits import rows_up_to
-from hcp.tools.programs.data import VOCABULARY_SIZE
 from hcp.tools.programs.progress import progress
+from hcp.tools.programs.text_data import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from hcp.cli.calibrate import Cell

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hcp._files import write_file
-from hcp.cli.arguments import (
+from hcp.cli.command_arguments import (
     FAMILIES_EPILOG,
     add_column,
     add_cost,

@@ -28,7 +28,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from hcp._validate import expect_size, flag
-from hcp.cli.arguments import (
+from hcp.cli.command_arguments import (
     FAMILIES_EPILOG,
     add_column,
     add_cost,
@@ -327,8 +327,8 @@ def packed(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost:
     batches = [
         {
             "groups": [
-                {"first_rank": lane * degree, "degree": degree, "sequences": next(coming)}
-                for lane in range(size)
+                {"first_rank": place * degree, "degree": degree, "sequences": next(coming)}
+                for place in range(size)
             ]
         }
         for size in sizes

@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    from hcp.demo import arguments
+    from hcp.demo import demo_arguments
 
-    return arguments.parse_args(argv)
+    return demo_arguments.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -29,14 +29,16 @@ import hcp
 from hcp._words import GradReduce
 from hcp.attention.comm_types import fitted_sizes
 from hcp.demo import checkpoint
-from hcp.demo.model import GPTModel
-from hcp.demo.report import DemoStep, Reporter, Run
-from hcp.step.ahead import Read
+from hcp.demo.demo_report import DemoStep, Reporter, Run
+from hcp.demo.gpt_model import GPTModel
+from hcp.step.ahead import ReadItems
 from hcp.step.config import Config
 from hcp.step.planner import StepPlanner
 from hcp.tools.choose import choose_eval_context_parallel
 from hcp.tools.programs.arguments import cost_model
-from hcp.tools.programs.data import (
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.run_records import Evaluation
+from hcp.tools.programs.text_data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
@@ -45,8 +47,6 @@ from hcp.tools.programs.data import (
     read_corpus,
     sample,
 )
-from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.tools.programs.records import Evaluation
 
 _STARTED = time.monotonic()
 
@@ -73,7 +73,7 @@ def get_batches(
     args, groups = trainer.args, trainer.groups
     ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
 
-    def shares() -> Iterator[Read[dict[str, Tensor]]]:
+    def shares() -> Iterator[ReadItems[dict[str, Tensor]]]:
         for iteration in range(first, args.train_iters):
             batch = batch_indices(
                 len(documents),
@@ -81,7 +81,7 @@ def get_batches(
                 iteration=iteration,
                 batch_size=args.global_batch_size,
             )
-            yield Read(load(documents, batch[rank::ranks], torch.device("cpu")))
+            yield ReadItems(load(documents, batch[rank::ranks], torch.device("cpu")))
 
     return StepPlanner.of(config, ranks, cost=trainer.cost).steps(shares(), groups)
 

@@ -34,8 +34,8 @@ from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.step.ahead import Read
-from hcp.step.dispatch import Passage, Step
+from hcp.step.ahead import ReadItems
+from hcp.step.dispatch import Step, StepTransport
 from hcp.step.fields import Rules
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.planner import StepPlanner
@@ -355,10 +355,10 @@ class EvalPlan:
         options |= {"fields": fields, "handler_cls": handler_cls}
         planner = StepPlanner(self._plan_of, lambda: options, plan_ahead=plan_ahead)
         batches = range(self._next, -(-self.num_samples // self.global_batch_size))
-        shares = ((k, Read(dataset[i] for i in self._own(k))) for k in batches)
+        shares = ((k, ReadItems(dataset[i] for i in self._own(k))) for k in batches)
 
-        def make(share: tuple[int, Read[Any]], passage: Passage) -> Step:
-            return self._step(*share, passage, planner)
+        def make(share: tuple[int, ReadItems[Any]], step_transport: StepTransport) -> Step:
+            return self._step(*share, step_transport, planner)
 
         with contextlib.closing(planner.steps(shares, self.groups, make)) as steps:
             for step in steps:
@@ -372,11 +372,13 @@ class EvalPlan:
                     self._skipped += len(own)
                 self._next += 1
 
-    def _step(self, batch: int, read: Read[Any], passage: Passage, planner: StepPlanner) -> Step:
+    def _step(
+        self, batch: int, read: ReadItems[Any], step_transport: StepTransport, planner: StepPlanner
+    ) -> Step:
         """Plan and dispatch this rank's samples of a global batch, on any thread."""
         assert self.lengths is not None
         made, ranks, wanted = self.plan(batch), self.groups.size("dp_cp"), self._global_batch(batch)
-        lengths, _, samples = planner.gather(read, passage)
+        lengths, _, samples = planner.gather(read, step_transport)
         sources = [(i - wanted.start) % ranks for i in wanted]
         by_rank = sorted(wanted, key=lambda i: sources[i - wanted.start])
         planned = [self.lengths[i] for i in by_rank]
@@ -387,7 +389,7 @@ class EvalPlan:
                 f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}",
                 code="length-changed",
             )
-        return planner.dispatch(made, samples, sources, self.groups, passage=passage)
+        return planner.dispatch(made, samples, sources, self.groups, step_transport=step_transport)
 
     def _own(self, batch: int) -> range:
         """The samples of a global batch that this rank loads."""

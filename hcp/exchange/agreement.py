@@ -38,7 +38,7 @@ _TAG_MASK = 2**_TAG_BITS - 1
 _NUMBER_FACTOR, _LAYER_FACTOR = 0x1E3779B1, 0x05EBCA6B
 
 
-class Kind:
+class CallKind:
     """A kind of call: what such calls have in common on all ranks. Made once for all of them."""
 
     __slots__ = ("base", "callers", "digest", "fields")
@@ -67,7 +67,7 @@ class Stamp:
     __slots__ = ("identity", "kind", "layer", "number", "passed", "tag")
 
     def __init__(
-        self, kind: Kind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
+        self, kind: CallKind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
     ) -> None:
         self.kind, self.number, self.passed = kind, number, passed
         self.layer = None if layer is None else str(layer)  # as operators take it

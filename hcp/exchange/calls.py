@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hcp._this_process import OfThisProcess
+from hcp._this_process import BoundToProcess
 from hcp.exchange.agreement import (
-    Kind,
+    CallKind,
     LayerName,
     Moves,
     Refusal,
@@ -48,7 +48,7 @@ class Calls:
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of the group's calls."""
         self._domain_numbers: Iterator[int] = itertools.count(1)
-        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._kinds: dict[tuple[object, ...], CallKind] = {}
         self._nameless = 0
         """Calls of layers that no module with a name has made."""
 
@@ -110,7 +110,7 @@ class Calls:
 
     def _kind(
         self, operation: str, x: Tensor, dtype: torch.dtype, options: dict[str, int | str]
-    ) -> Kind:
+    ) -> CallKind:
         """Ranks whose rows need gradients wait for the others in the backward, so all of them
         must."""
         if x.requires_grad and torch.is_grad_enabled():
@@ -120,7 +120,7 @@ class Calls:
         if kind is None:
             to = str(dtype).removeprefix("torch.")
             given = {"x": rows_like(x), "dtype": to, **options}
-            kind = self._kinds[key] = Kind(operation, self._origin, **given)
+            kind = self._kinds[key] = CallKind(operation, self._origin, **given)
         return kind
 
     def agree(self, moves: Moves, stamp: Stamp) -> Stamp:
@@ -134,7 +134,7 @@ class Calls:
         return self.agree(self.pairs, self.stamp(operation, number, x, x.dtype, **options))
 
 
-class HandlerPart(OfThisProcess):
+class HandlerPart(BoundToProcess):
     """A part of a handler under a name of its own, such as ``cp.scan``.
 
     A part holds what it needs of the handler, and not the handler: they are freed together without

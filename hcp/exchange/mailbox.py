@@ -23,7 +23,7 @@ from hcp.exchange.agreement import Stamp
 from hcp.exchange.layout import tensor_of
 from hcp.exchange.peer import HALVES, PeerMemory
 from hcp.exchange.tables import Move, Sections, places
-from hcp.exchange.transport import row_bytes_of, rows_of
+from hcp.exchange.transport import flat_rows, row_bytes_of
 
 _TABLES = 4096
 _ALIGNMENT = 4096
@@ -53,7 +53,7 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone() if any(begin % _WORDS[0].itemsize for begin in begins) else rows
 
 
-class _Stage(NamedTuple):
+class _ReaderRows(NamedTuple):
     """Rows of one round for one reader."""
 
     reader: int
@@ -62,7 +62,7 @@ class _Stage(NamedTuple):
     """Rows of the mailbox <- rows that are sent."""
 
 
-class _Stretch(NamedTuple):
+class _ReadRange(NamedTuple):
     """Rows of one round that follow each other where they are received."""
 
     first: int
@@ -71,14 +71,14 @@ class _Stretch(NamedTuple):
     """(rank, rows in its mailbox), in the order of the parts."""
     runs: Tensor
     met: frozenset[int]
-    """Owners of whom an earlier stretch of the round has read."""
+    """Owners of whom an earlier range of the round has read."""
     done: tuple[int, ...]
-    """Owners of whom no later stretch of the round reads."""
+    """Owners of whom no later range of the round reads."""
 
 
 class _Round(NamedTuple):
-    stages: list[_Stage]
-    stretches: list[_Stretch]
+    stages: list[_ReaderRows]
+    read_ranges: list[_ReadRange]
 
 
 class Mailboxes:
@@ -106,7 +106,7 @@ class Mailboxes:
     ) -> MailPending:
         """Begin to exchange rows with other ranks of the node: see ``Transport.start``."""
         self._memory.begin(stamp)
-        source, target = _words(_aligned(rows_of(sent))), _words(rows_of(received))
+        source, target = _words(_aligned(flat_rows(sent))), _words(flat_rows(received))
         row_bytes = row_bytes_of(sent if sends else received)
         with self._on_stream():
             for one in self._rounds_of(sends, receives, row_bytes):
@@ -114,10 +114,10 @@ class Mailboxes:
                     self._stage(stage, source, stamp.tag)
                 halves = {
                     peer: self._next(self._received, peer)
-                    for peer in dict.fromkeys(p for part in one.stretches for p, _ in part.owners)
+                    for peer in dict.fromkeys(p for part in one.read_ranges for p, _ in part.owners)
                 }
-                for stretch in one.stretches:
-                    self._read(stretch, halves, target, stamp.tag)
+                for piece_range in one.read_ranges:
+                    self._read(piece_range, halves, target, stamp.tag)
         return MailPending(self._memory, source, received)
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -131,7 +131,7 @@ class Mailboxes:
         messages[peer] += 1
         return messages[peer] % HALVES
 
-    def _stage(self, stage: _Stage, source: Tensor, tag: int) -> None:
+    def _stage(self, stage: _ReaderRows, source: Tensor, tag: int) -> None:
         memory, reader = self._memory, stage.reader
         half = self._next(self._sent, reader)
         self._memory.queue(
@@ -145,19 +145,21 @@ class Mailboxes:
             reads=False,
         )
 
-    def _read(self, stretch: _Stretch, halves: dict[int, int], target: Tensor, tag: int) -> None:
+    def _read(
+        self, piece_range: _ReadRange, halves: dict[int, int], target: Tensor, tag: int
+    ) -> None:
         memory = self._memory
-        placed = tuple((peer, halves[peer]) for peer, _ in stretch.owners)
+        placed = tuple((peer, halves[peer]) for peer, _ in piece_range.owners)
         memory.queue(
             torch.ops.hcp.read_into.default,
-            target[stretch.first : stretch.first + stretch.rows],
+            target[piece_range.first : piece_range.first + piece_range.rows],
             [
                 self._mailbox(peer, memory.rank, halves[peer], rows, target)
-                for peer, rows in stretch.owners
+                for peer, rows in piece_range.owners
             ],
-            *(stretch.runs, 1, sum(peer < memory.rank for peer, _ in stretch.owners)),
-            memory.staged_by(placed, stretch.met),
-            memory.read_of(tuple((peer, halves[peer]) for peer in stretch.done)),
+            *(piece_range.runs, 1, sum(peer < memory.rank for peer, _ in piece_range.owners)),
+            memory.staged_by(placed, piece_range.met),
+            memory.read_of(tuple((peer, halves[peer]) for peer in piece_range.done)),
             memory.progress[-1],
             tag=tag,
             reads=True,
@@ -194,14 +196,14 @@ class _Rounds(Sections):
     SECTIONS = _core.MAILBOX_SECTIONS
     PLACES = places(SECTIONS)
 
-    def stages(self) -> list[_Stage]:
+    def stages(self) -> list[_ReaderRows]:
         runs, begin, made = self.section("WRITE_RUNS"), 0, []
         for reader, rows, end in self.records("WRITES"):
-            made.append(_Stage(reader, rows, runs[begin:end]))
+            made.append(_ReaderRows(reader, rows, runs[begin:end]))
             begin = end
         return made
 
-    def stretches(self) -> list[_Stretch]:
+    def read_ranges(self) -> list[_ReadRange]:
         runs, owners = self.section("READ_RUNS"), self.records("OWNERS")
         begin, made = (0, 0), []
         for first, rows, *end in self.records("READS"):
@@ -209,7 +211,7 @@ class _Rounds(Sections):
             parts = tuple((peer, held) for peer, held, *_ in own)
             met = frozenset(peer for peer, _, met, _ in own if met)
             done = tuple(peer for peer, *_, done in own if done)
-            made.append(_Stretch(first, rows, parts, runs[begin[1] : end[1]], met, done))
+            made.append(_ReadRange(first, rows, parts, runs[begin[1] : end[1]], met, done))
             begin = (end[0], end[1])
         return made
 
@@ -220,9 +222,9 @@ def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int
         array("q", itertools.chain.from_iterable(moves)) for moves in (sends, receives)
     )
     table = _Rounds(tensor_of(_core.mailbox_rounds(sent, received, mailbox_rows), torch.int64))
-    stages, stretches = table.stages(), table.stretches()
+    stages, read_ranges = table.stages(), table.read_ranges()
     ends = [[0, 0], *table.records("ROUNDS")]
-    return [_Round(stages[a:b], stretches[c:d]) for (a, c), (b, d) in itertools.pairwise(ends)]
+    return [_Round(stages[a:b], read_ranges[c:d]) for (a, c), (b, d) in itertools.pairwise(ends)]
 
 
 class MailPending:

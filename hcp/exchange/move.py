@@ -12,7 +12,7 @@ from torch import Tensor
 from hcp import ops
 from hcp.exchange.agreement import BACKWARD, Stamp, agree_once
 from hcp.exchange.tables import Move, Route
-from hcp.exchange.transport import Transport, rows_of
+from hcp.exchange.transport import Transport, flat_rows
 
 # ---- a row to one place --------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ def _as_carried(x: Tensor) -> Tensor:
     floats) becomes bytes.
     """
     if x.is_complex():
-        return rows_of(torch.view_as_real(x.resolve_conj()))
-    rows = rows_of(x)
+        return flat_rows(torch.view_as_real(x.resolve_conj()))
+    rows = flat_rows(x)
     if rows.dtype in ops.FLOATS or rows.requires_grad:
         return rows
     flat = rows.reshape(-1)

@@ -24,10 +24,10 @@ from torch import Tensor
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
 from hcp.errors import HcpError
-from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
+from hcp.exchange.agreement import CallKind, Recent, Stamp, header_of
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import TorchTransport, copy_to_self
-from hcp.exchange.transport import Pending, row_bytes_of, rows_of
+from hcp.exchange.transport import Pending, flat_rows, row_bytes_of
 
 _log = logging.getLogger("hcp")
 
@@ -106,9 +106,9 @@ class NcclTransport(TorchTransport):
         number = self._watch.begin() if watched else _UNWATCHED
         try:
             torch.ops.hcp.nccl_exchange.default(
-                rows_of(sent),
+                flat_rows(sent),
                 to.words,
-                rows_of(received),
+                flat_rows(received),
                 back.words,
                 self._communicator,
                 self._watch.memory,
@@ -168,7 +168,11 @@ class NcclTransport(TorchTransport):
     def other(self) -> HcpError | None:
         """The error of an exchange whose rows came with another stamp than the call's."""
         kind, peer, expected, found = self._watch.other()
-        return self.board.differing(self._recent, peer, expected, found) if kind > 0 else None
+        return (
+            self.failure_messages.differing(self._recent, peer, expected, found)
+            if kind > 0
+            else None
+        )
 
     def failed_elsewhere(self) -> HcpError | None:
         """The error for which another part of the transport has stopped the device."""
@@ -176,7 +180,7 @@ class NcclTransport(TorchTransport):
 
     def abort(self, peers: Sequence[int], timeout: float) -> None:
         """Begin to end what hangs on the device."""
-        said = _patiently(lambda: self.board.said(peers), "")
+        said = _patiently(lambda: self.failure_messages.said(peers), "")
         self._failure = (
             f"rank {self.rank}: the exchange with ranks {list(peers)} did not end within "
             f"{timeout:g} s; one of them has ended or is late, and its own message says why{said}"
@@ -200,7 +204,7 @@ class NcclTransport(TorchTransport):
         """Every pair of ranks, once: later on, ranks that exchange nothing call nothing."""
         moves = [Move(peer, peer, 1) for peer in range(self.size)]
         sent = torch.zeros(self.size, 1, device=self.device)
-        stamp = Stamp(Kind("connect"))
+        stamp = Stamp(CallKind("connect"))
         received = torch.empty_like(sent)
         NcclTransport.start(self, sent, moves, received, moves, stamp=stamp).wait()
         torch.cuda.synchronize(self.device)
@@ -243,7 +247,7 @@ _TABLES = 4096
 _UNWATCHED = 0
 _STDERR = 2
 _PATIENCE = 5.0
-"""Seconds in which an error is logged. More than a board waits for a peer's message."""
+"""Seconds in which an error is logged. More than ``FailureMessages`` waits for a peer's message."""
 
 
 class _Nothing:

@@ -24,7 +24,7 @@ from hcp.errors import HcpError
 from hcp.exchange import agreement
 from hcp.exchange.agreement import Recent, Stamp
 from hcp.exchange.tables import Move
-from hcp.exchange.torch_p2p import Board, TorchTransport
+from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
 
 HALVES = 2
@@ -127,12 +127,12 @@ class PeerMemory:
         stream: int,
         buffer_bytes: int,
         timeout: float,
-        board: Board | None = None,
+        failure_messages: FailureMessages | None = None,
     ) -> None:
         """``bases``: where each rank's memory lies here; 0: it is not mapped. ``view``: of a rank's
         memory, of some shape and dtype, from an element on. ``failure``: int64 (4,), see
-        hcp_signal_failure. ``stream``: a cudaStream_t of the device, which reads. ``board``: where
-        ranks say in words what has stopped their devices."""
+        hcp_signal_failure. ``stream``: a cudaStream_t of the device, which reads.
+        ``failure_messages``: where ranks say in words what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
         self.half_bytes = _half_bytes(buffer_bytes)
@@ -145,7 +145,7 @@ class PeerMemory:
         self._counts = torch.zeros(2 * HALVES * len(bases), dtype=torch.int64, device=device)
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
-        self._recent, self._board = Recent(rank), board
+        self._recent, self._failure_messages = Recent(rank), failure_messages
 
     def begin(self, stamp: Stamp) -> None:
         """Raise HcpError when an exchange has failed, or none may begin."""
@@ -178,12 +178,12 @@ class PeerMemory:
         return None
 
     def _said(self, peer: int) -> str:
-        return "" if self._board is None else self._board.said([peer])
+        return "" if self._failure_messages is None else self._failure_messages.said([peer])
 
     def _differing(self, peer: int, expected: int, found: int) -> HcpError:
-        if self._board is None:
+        if self._failure_messages is None:
             return self._recent.differing(peer, expected, found)
-        return self._board.differing(self._recent, peer, expected, found)
+        return self._failure_messages.differing(self._recent, peer, expected, found)
 
     # ---- memory ----
 
@@ -505,7 +505,7 @@ def symmetric_memory(
         stream=stream.cuda_stream,
         buffer_bytes=buffer_bytes,
         timeout=timeout,
-        board=transport.board,
+        failure_messages=transport.failure_messages,
     )
     return tensor, memory
 

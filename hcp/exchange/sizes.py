@@ -1,6 +1,6 @@
 """Sizes by which exchanges are cut and weighed. Choices of comm and scan types know them, too."""
 
-STAGE_ROWS = 8192
+STAGE_TOKENS = 8192
 """Tokens whose keys are worth an exchange of their own under "all_gather", so that they come while
 others are computed."""
 

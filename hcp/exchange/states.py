@@ -123,7 +123,7 @@ Parts = tuple[Tensor, ...]
 """Maps of n spans, or n states: tensors (n, ...)."""
 
 
-class Rule(NamedTuple):
+class MapRule(NamedTuple):
     """The functions by which maps of spans are combined and applied."""
 
     combine: Callable[[Parts, Parts], Parts]
@@ -136,7 +136,7 @@ class Rule(NamedTuple):
     """One state, that of the start of a document: (1, ...)."""
 
 
-def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> Rule:
+def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> MapRule:
     """Make the rule of maps (state, decay), for a product of a decay and a state. ``initial``:
     zeros, with which nothing is multiplied, since decays may be infinite."""
 
@@ -144,7 +144,7 @@ def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> Rul
         state, decay = maps
         return multiply(decay, before) + state
 
-    return Rule(
+    return MapRule(
         lambda earlier, later: (after(later, earlier[0]), multiply(later[1], earlier[1])),
         lambda maps, states: (after(maps, states[0]),),
         lambda maps: maps[:1],
@@ -156,7 +156,7 @@ class Maps(NamedTuple):
     """The map of each of some spans, as tensors of one dtype."""
 
     parts: Parts
-    rule: Rule
+    rule: MapRule
 
     def rows(self) -> Tensor:
         return torch.cat([part.flatten(1) for part in self.parts], 1)
@@ -229,7 +229,7 @@ def _initial(maps: Maps, count: int, arrived: Tensor) -> Parts:
     return tuple(one.expand(count, *one.shape[1:]) + touched for one in maps.rule.initial)
 
 
-def _applied(rule: Rule, maps: Parts, states: Parts) -> Parts:
+def _applied(rule: MapRule, maps: Parts, states: Parts) -> Parts:
     found = tuple(rule.apply(maps, states))
     if [x.shape for x in found] != [x.shape for x in states]:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hcp import _core
 from hcp.exchange.layout import rows_may_vary, tensor_of
-from hcp.exchange.sizes import STAGE_ROWS as STAGE_ROWS
+from hcp.exchange.sizes import STAGE_TOKENS as STAGE_TOKENS
 from hcp.planning.plan import Plan
 
 _serials = itertools.count(1)
@@ -202,7 +202,7 @@ class Stage(NamedTuple):
         return self.receives if self.relay is None else [*self.receives, *self.relay.receives]
 
 
-class Read(NamedTuple):
+class PeerRead(NamedTuple):
     """Rows that are read at once where their owners hold them."""
 
     owners: list[tuple[int, int]]
@@ -274,10 +274,10 @@ class Schedule(Sections):
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
         self._expect_sections()
-        self.rows, self.home_sent_rows, self.home_received_rows, *kind = self.section("SIZES")[
+        self.rows, self.return_sent_rows, self.return_received_rows, *kind = self.section("SIZES")[
             0
         ].tolist()
-        self._home_relayed_rows, comm_type, self.inner, *window = kind
+        self._return_relayed_rows, comm_type, self.inner, *window = kind
         if not 0 <= comm_type < len(_core.COMM_TYPES):
             raise ValueError(
                 f"words names comm type {comm_type}, expected 0 to {len(_core.COMM_TYPES) - 1}"
@@ -297,21 +297,21 @@ class Schedule(Sections):
             raise ValueError(f"words has {count} items that are no schedule")
 
     @cached_property
-    def home_sends(self) -> list[Move]:
-        return self.moves("HOME_SENDS")
+    def return_sends(self) -> list[Move]:
+        return self.moves("RETURN_SENDS")
 
     @cached_property
-    def home_receives(self) -> list[Move]:
-        return self.moves("HOME_RECEIVES")
+    def return_receives(self) -> list[Move]:
+        return self.moves("RETURN_RECEIVES")
 
     @cached_property
-    def home_relay(self) -> Relay | None:
+    def return_relay(self) -> Relay | None:
         """None where no owner of keys is in another node, or the borders of nodes do not count."""
         return _relay(
-            self.section("HOME_RELAY_RUNS"),
-            self.moves("HOME_RELAY_SENDS"),
-            self.moves("HOME_RELAY_RECEIVES"),
-            self._home_relayed_rows,
+            self.section("RETURN_RELAY_RUNS"),
+            self.moves("RETURN_RELAY_SENDS"),
+            self.moves("RETURN_RELAY_RECEIVES"),
+            self._return_relayed_rows,
         )
 
     @cached_property
@@ -322,7 +322,7 @@ class Schedule(Sections):
     @cached_property
     def readers(self) -> list[int]:
         """Ranks that read local rows, ascending."""
-        return sorted({move.peer for move in self.home_receives})
+        return sorted({move.peer for move in self.return_receives})
 
     @cached_property
     def whole_run(self) -> Tensor:
@@ -431,7 +431,7 @@ def schedule_words(
         comm_type,
         inner,
         *window_size,
-        STAGE_ROWS,
+        STAGE_TOKENS,
         mask,
         by_nodes,
         serial=next(_serials),

@@ -64,7 +64,7 @@ class TorchTransport:
         self.key = register(self)
         self.steps: Iterator[int] = itertools.count(1)
         self.stamps = Stamps(self.rank)
-        self.board = Board(group, self.rank)
+        self.failure_messages = FailureMessages(group, self.rank)
 
     @ranged("hcp: exchange")
     def start(
@@ -139,7 +139,7 @@ class TorchTransport:
         expect_own(self.group)
         self.stamps.refused.add(refusal.call)
         if self.device.type != "cpu":  # where nobody's host waits for this rank
-            self.board.write(refusal.reason)
+            self.failure_messages.write(refusal.reason)
             return
         header = header_of_refusal(refusal)
         sends = [self._operation(dist.isend, header, peer, _HEADER_TAG) for peer in peers]
@@ -190,7 +190,7 @@ def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-class Board:
+class FailureMessages:
     """Messages of ranks whose devices have stopped, in the job's store, by rank."""
 
     _PATIENCE = 2.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.gather import Gathered
-from hcp.exchange.tables import Move, Read
+from hcp.exchange.tables import Move, PeerRead
 
 
 class Pending(Protocol):
@@ -91,7 +91,7 @@ class Share(NamedTuple):
     """The sums that make staged rows of this rank's parts: see `ops.reduce`."""
     readers: Sequence[int]
     """Ranks that read what this rank stages, ascending."""
-    reads: Sequence[Read | None]
+    reads: Sequence[PeerRead | None]
     """The reads of this rank, in order. The parts of their runs are this rank's own, then the
     owners."""
 
@@ -160,7 +160,7 @@ def transport_of(key: int) -> Transport:
     return transport
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
     """View (rows, ...) as (rows, width), the elements of a row side by side."""
     rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -19,12 +19,12 @@ from hcp._core import Grid
 from hcp._validate import expect_size
 from hcp._words import TransportName
 from hcp.exchange.peer import BUFFER_BYTES
+from hcp.groups.absent_ranks import naming_silent_ranks
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors
 from hcp.groups.alone import initialize_alone
 from hcp.groups.create import Creator, timeout_of
 from hcp.groups.grids import ROLES, check_levels, data_parallel_size
 from hcp.groups.process_groups import CREATED, ProcessGroups
-from hcp.groups.roll_call import naming_silent_ranks
 
 
 def build_process_groups(

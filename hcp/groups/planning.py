@@ -10,7 +10,7 @@ from hcp.groups.create import Creator
 from hcp.planning.ahead import Worker
 
 
-class Lane(NamedTuple):
+class PlanningThread(NamedTuple):
     """A transport between the CPUs of a domain's ranks, and the one thread that uses it.
 
     Calls run in the order in which they were given. Where every rank gives the same calls, their
@@ -22,19 +22,20 @@ class Lane(NamedTuple):
 
 
 class Planning:
-    """Opens the lane of a domain when it is first asked for. All layouts of the domain share it."""
+    """Starts the planning thread of a domain when it is first asked for. All layouts of the domain
+    share it."""
 
     def __init__(self, creator: Creator) -> None:
         self.creator = creator
 
     @cached_property
-    def lane(self) -> Lane:
+    def thread(self) -> PlanningThread:
         """Every rank of the job asks for it, at the same place among collectives."""
         group = self.creator.duplicate("transport", "planning", backend="gloo")
-        return Lane(TorchTransport(group), Worker())
+        return PlanningThread(TorchTransport(group), Worker())
 
     def close(self) -> None:
         """Let the thread end what is under way, before its group is destroyed."""
-        if "lane" in self.__dict__:
-            self.lane.worker.settle()
-            self.lane.worker.end()
+        if "thread" in self.__dict__:
+            self.thread.worker.settle()
+            self.thread.worker.end()

@@ -11,24 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Grid
 from hcp._html import table
-from hcp._this_process import OfThisProcess
+from hcp._this_process import BoundToProcess
 from hcp._validate import expect_size
 from hcp._words import TransportName
 from hcp.errors import HcpError
 from hcp.exchange.gather import expect_own
 from hcp.exchange.peer import BUFFER_BYTES
 from hcp.exchange.torch_p2p import TorchTransport
+from hcp.groups.absent_ranks import naming_silent_ranks
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors, views_of_all
 from hcp.groups.create import Creator, require_initialised, timeout_of
 from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, levels_within, resized
-from hcp.groups.planning import Lane, Planning
-from hcp.groups.roll_call import naming_silent_ranks
+from hcp.groups.planning import Planning, PlanningThread
 
 CREATED, SHARED, GIVEN = "created", "shared", "given"
 """The origins of a collection's group: see ``ProcessGroups.report``."""
 
 
-class ProcessGroups(OfThisProcess):
+class ProcessGroups(BoundToProcess):
     """The process groups of one job layout, seen from this rank.
 
     Each role that is present is an attribute that holds a ``torch.distributed.ProcessGroup``: `tp`,
@@ -301,12 +301,12 @@ class ProcessGroups(OfThisProcess):
             groups, origins, self.transport, grid, creator, None, levels, self._planning
         )
 
-    def planning_lane(self) -> Lane:
+    def planning_thread(self) -> PlanningThread:
         """The group and the thread for plans that are made ahead: Gloo, of the `dp_cp` ranks.
 
         The first call creates them, for all layouts that share `transport`. Every rank of the job
         makes it, at the same place among collectives."""
-        return self._planning.lane
+        return self._planning.thread
 
     def warm_up(self) -> None:
         """Sum a number over every group, so that ranks connect now and not in the first step that

@@ -36,9 +36,9 @@ from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
-from hcp.step.ahead import Read
+from hcp.step.ahead import ReadItems
 from hcp.step.config import NO_WINDOW, Config
-from hcp.step.dispatch import Passage, Step, gather_lengths, gather_or_raise
+from hcp.step.dispatch import Step, StepTransport, gather_lengths, gather_or_raise
 from hcp.step.fields import Given, Rules, tokens_of
 from hcp.step.planner import StepPlanner
 
@@ -347,20 +347,20 @@ class DynamicCPDataLoader:
                 self._after[step] = self._next = number
                 yield step
 
-    def _shares_of_a_stream(self) -> Iterator[tuple[int, Read[Any], Read[Given]]]:
+    def _shares_of_a_stream(self) -> Iterator[tuple[int, ReadItems[Any], ReadItems[Given]]]:
         """Read the batches of a stream, from the next one on, and this rank's samples of each."""
         batches, start = self.batch_sampler, self._next
         read = read_stream(self.dataset, batches.batch_size, self.load_workers)
         for number, batch in enumerate(read):
             if batch.is_last and number < start:
-                batch = Read(_ended_early(batch, number, start))
+                batch = ReadItems(_ended_early(batch, number, start))
             elif number == 0:
-                batch = Read(self._expecting_the_first_of(batch))
+                batch = ReadItems(self._expecting_the_first_of(batch))
             if number >= start or batch.is_last:
                 own = batch.items[batches.rank :: batches.ranks]
-                yield number, batch, Read(self.collate_fn.samples_of(own))
+                yield number, batch, ReadItems(self.collate_fn.samples_of(own))
 
-    def _expecting_the_first_of(self, batch: Read[Any]) -> Iterator[Any]:
+    def _expecting_the_first_of(self, batch: ReadItems[Any]) -> Iterator[Any]:
         """Yield a stream's first batch. Raises ValueError where a state has another first item."""
         to_sample = self.collate_fn.to_sample
         self._expect_first(_digest_of_both(lambda: [to_sample(batch.items[0]) for _ in range(2)]))
@@ -378,16 +378,16 @@ class DynamicCPDataLoader:
         self._first = first or self._first
 
     def _step_of_a_stream(
-        self, share: tuple[int, Read[Any], Read[Given]], passage: Passage
+        self, share: tuple[int, ReadItems[Any], ReadItems[Given]], step_transport: StepTransport
     ) -> Step | None:
         number, batch, samples = share
-        items = agree_on_batch(passage.transport, number, batch)
+        items = agree_on_batch(step_transport.transport, number, batch)
         if not items or (self._drop_last and len(items) < self.batch_sampler.batch_size):
             return None
         collator = self.collate_fn
-        return collator.planner.step_of(samples, collator.groups, passage)
+        return collator.planner.step_of(samples, collator.groups, step_transport)
 
-    def _shares(self) -> Iterator[Read[Given]]:
+    def _shares(self) -> Iterator[ReadItems[Given]]:
         """Read this rank's share of each batch, in the order of the epoch."""
         batches = self.batch_sampler
         indices = batches.indices()
@@ -412,7 +412,7 @@ class DynamicCPDataLoader:
                 "was made: its batches would leave samples out. Make another loader"
             )
         for _ in shares:
-            yield Read(self.collate_fn.samples_of(_next_of(items)))
+            yield ReadItems(self.collate_fn.samples_of(_next_of(items)))
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position of the next batch, and what the batches before it were made of. It
@@ -470,7 +470,7 @@ _NEWER = ("first_sample", "order", "shuffle", "stream_workers")
 """Entries that states of older versions lack."""
 
 
-def _ended_early(batch: Read[Any], number: int, start: int) -> Iterator[Any]:
+def _ended_early(batch: ReadItems[Any], number: int, start: int) -> Iterator[Any]:
     """Raise what kept a stream from being read, or HcpError for one that has become shorter."""
     yield from batch
     raise HcpError(
@@ -555,19 +555,19 @@ def stream_batches(
             yield items
 
 
-def read_stream(dataset: Any, size: int, workers: int = 0) -> Iterator[Read[Any]]:
+def read_stream(dataset: Any, size: int, workers: int = 0) -> Iterator[ReadItems[Any]]:
     """Read the global batches of a stream, `size` items each. The last one has none, or an
     error."""
     iterable = dataset if isinstance(dataset, IterableDataset) else _Iterated(dataset)
     items = iter(DataLoader(iterable, batch_size=None, collate_fn=_unchanged, num_workers=workers))
     while True:
-        batch = Read(itertools.islice(items, size))
+        batch = ReadItems(itertools.islice(items, size))
         yield batch
         if batch.is_last:
             return
 
 
-def agree_on_batch(transport: Transport, number: int, batch: Read[Any]) -> list[Any]:
+def agree_on_batch(transport: Transport, number: int, batch: ReadItems[Any]) -> list[Any]:
     """Return the items of a batch of a stream. HcpError on all ranks if one has read another first
     item or another number of items, or failed to read."""
 
@@ -797,7 +797,7 @@ def domain(groups: ProcessGroups | None, ranks: int, device: torch.device | str)
     return made
 
 
-class _Held:
+class _GroupsHolder:
     """Holds the groups that are in use, so that a model without any has something to switch."""
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -848,4 +848,4 @@ def eval_layout(
     layouts."""
     if evaluation is groups:
         return contextlib.nullcontext(groups)
-    return eval_cp_context([model, _Held(groups)], groups, evaluation, exclude=exclude)
+    return eval_cp_context([model, _GroupsHolder(groups)], groups, evaluation, exclude=exclude)

@@ -18,7 +18,7 @@ from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
 from hcp.attention.options import CoreAttentionOptions, expect_known
 from hcp.exchange.calls import Calls
-from hcp.megatron_style.handler import Handler
+from hcp.megatron_style.handler_protocol import MegatronStyleHandler
 from hcp.megatron_style.packed import check_group, packed_seq_params, whole_params
 
 
@@ -57,7 +57,7 @@ class CoreAttention(torch.nn.Module):
 
         Shapes, arguments and errors: :meth:`hcp.ContextParallelHandler.core_attn`.
         """
-        cp: Handler | None = getattr(packed_seq_params, "cp_handler", None)
+        cp: MegatronStyleHandler | None = getattr(packed_seq_params, "cp_handler", None)
         if cp is None:
             raise ValueError(
                 f"packed_seq_params is {type(packed_seq_params).__name__} without a handler, "
@@ -75,7 +75,7 @@ class CoreAttention(torch.nn.Module):
 
 
 def core_attn(
-    cp: Handler,
+    cp: MegatronStyleHandler,
     calls: Calls,
     attn_mod: Any,
     query: Tensor,
@@ -111,7 +111,7 @@ def core_attn(
         return given_out.flatten(2 if qkv_format == "sbhd" else 1)
 
 
-def _expect_no_masks(cp: Handler, attn_mod: Any) -> None:
+def _expect_no_masks(cp: MegatronStyleHandler, attn_mod: Any) -> None:
     if cp.layout.plan.masks:
         raise ValueError(
             f"the plan has masks, which {type(attn_mod).__name__} does not take, expected "
@@ -178,7 +178,7 @@ _LENT = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 
 @contextmanager
 def _lent(
-    cp: Handler, calls: Calls, attn_mod: Any, cp_group: Any, comm_type: str
+    cp: MegatronStyleHandler, calls: Calls, attn_mod: Any, cp_group: Any, comm_type: str
 ) -> Iterator[None]:
     """Set the plan's group on a module for one call, by Transformer Engine's own method.
 
@@ -202,7 +202,7 @@ def _lent(
         attn_mod.set_context_parallel_group(*before)
 
 
-def _check_lent(cp: Handler, cp_group: Any) -> None:
+def _check_lent(cp: MegatronStyleHandler, cp_group: Any) -> None:
     if cp_group is None:
         raise ValueError(
             f"cp_group is None, expected the process group of the {cp.degree} ranks from "
@@ -219,7 +219,7 @@ def _check_lent(cp: Handler, cp_group: Any) -> None:
         )
 
 
-def _stream(cp: Handler, attn_mod: Any) -> Any:
+def _stream(cp: MegatronStyleHandler, attn_mod: Any) -> Any:
     if cp.device.type != "cuda":
         return None
     own = getattr(attn_mod, "cp_stream", None)
@@ -235,7 +235,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def _whole(
-    cp: Handler,
+    cp: MegatronStyleHandler,
     calls: Calls,
     attn_mod: Any,
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -277,7 +277,7 @@ def _whole(
     return formats.from_rows(out, batch, qkv_format).flatten(-2)
 
 
-def _share(cp: Handler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _share(cp: MegatronStyleHandler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Return queries, keys and values of whole sequences and this rank's heads, by one exchange.
 
     Heads are exchanged in units of equal shape: one for each rank if the query heads are divisible

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.megatron_style.handler import Handler
+from hcp.megatron_style.handler_protocol import MegatronStyleHandler
 
 
 @dataclass
@@ -56,24 +56,24 @@ class PackedSeqParams:
     pad_between_seqs: bool = False
     """Whether rows of padding lie between sequences. They never do."""
 
-    cp_handler: Handler | None = None
+    cp_handler: MegatronStyleHandler | None = None
     """The handler, a :class:`hcp.ContextParallelHandler`: layers of a Megatron-style model receive
     it here."""
 
 
-def packed_seq_params(cp: Handler, cls: Any, cp_group: Any) -> Any:
+def packed_seq_params(cp: MegatronStyleHandler, cls: Any, cp_group: Any) -> Any:
     """See :meth:`hcp.ContextParallelHandler.packed_seq_params`."""
     if cp_group is not None:
         check_group(cp, cp_group)
     return _params(cp, cls, max(cp.degree, 1), cp_group, cp)
 
 
-def whole_params(cp: Handler, cls: Any) -> Any:
+def whole_params(cp: MegatronStyleHandler, cls: Any) -> Any:
     """Describe the sequences to a layer that sees them whole, without context parallelism."""
     return _params(cp, cls, 1, None, None)
 
 
-def _params(cp: Handler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
+def _params(cp: MegatronStyleHandler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
     bounds, longest = cp.whole.cu_seqlens, max(cp.max_seqlen, *cp.layout.paddings, 0)
     said = PackedSeqParams(
         "thd", bounds, bounds, bounds, bounds, longest, longest, cp_size, cp_group
@@ -89,7 +89,7 @@ def _params(cp: Handler, cls: Any, cp_size: int, cp_group: Any, handler: Any) ->
     return params
 
 
-def check_group(cp: Handler, cp_group: Any) -> None:
+def check_group(cp: MegatronStyleHandler, cp_group: Any) -> None:
     """Raise ValueError for a process group of more or fewer ranks than compute this rank's
     sequences, or in which this rank has another place.
 
@@ -114,7 +114,9 @@ def check_group(cp: Handler, cp_group: Any) -> None:
 _OF_ALL_RANKS = ("cu_seqlens", "max_seqlen")
 
 
-def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_handler: Handler) -> dict[str, Any]:
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], cp_handler: MegatronStyleHandler
+) -> dict[str, Any]:
     """Take this rank's rows of a batch that every rank of the group has whole.
 
     Ranks exchange nothing. Megatron has a function of this name; this one works for any degree and
@@ -149,7 +151,7 @@ def get_thd_batch_on_this_cp_rank(
     cp_size: int | None = None,
     cp_rank: int | None = None,
     *,
-    cp_handler: Handler,
+    cp_handler: MegatronStyleHandler,
 ) -> tuple[dict[str, Any], PackedSeqParams]:
     """Take this rank's rows of a packed batch, and its parameters.
 
@@ -192,7 +194,7 @@ def _expect(name: str, given: Any, own: Any) -> None:
         raise ValueError(f"{name} {given}, expected {own}, as cp_handler has it")
 
 
-def _on_this_rank(name: str, value: Any, cp: Handler) -> Any:
+def _on_this_rank(name: str, value: Any, cp: MegatronStyleHandler) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or name.startswith(_OF_ALL_RANKS):
         return value
     sequences, tokens = len(cp.layout.lengths), sum(cp.layout.lengths)
@@ -222,7 +224,7 @@ def _on_this_rank(name: str, value: Any, cp: Handler) -> Any:
     return _rows_of(value, cp)
 
 
-def _rows_of(value: Tensor, cp: Handler) -> Tensor:
+def _rows_of(value: Tensor, cp: MegatronStyleHandler) -> Tensor:
     """Take this rank's rows (T, ...) of the whole sequences (S, ...), with zeros in padding."""
     rows, real = cp.whole.row_indices.to(value.device), cp.rows - cp.layout.padding
     own = value[rows[:real]]
@@ -231,7 +233,7 @@ def _rows_of(value: Tensor, cp: Handler) -> Tensor:
     return torch.cat((own, own.new_zeros(cp.rows - real, *own.shape[1:])))
 
 
-def _mask_of_this_rank(mask: Tensor, cp: Handler) -> Tensor:
+def _mask_of_this_rank(mask: Tensor, cp: MegatronStyleHandler) -> Tensor:
     lengths, queries = cp.layout.lengths, mask.shape[2] if mask.dim() == 4 else -1
     if cp.degree == 0 and queries >= 0:
         return mask[:, :, :0]

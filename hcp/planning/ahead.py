@@ -37,7 +37,7 @@ class PlanningTime(NamedTuple):
 # ---- a thread of its own -------------------------------------------------------------------------
 
 
-class Call(Generic[Planned]):
+class WorkerCall(Generic[Planned]):
     """A call that a `Worker` runs."""
 
     def __init__(self, function: Callable[[], Planned]) -> None:
@@ -86,15 +86,15 @@ class Worker:
     """
 
     def __init__(self, name: str = "hcp-plan-ahead") -> None:
-        calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        calls: queue.SimpleQueue[WorkerCall[Any] | None] = queue.SimpleQueue()
         self._calls, self._process = calls, os.getpid()
         self.end = weakref.finalize(self, calls.put, None)
         """End the thread after the calls that it was given."""
         threading.Thread(target=_run, args=(calls,), name=name, daemon=True).start()
 
-    def submit(self, function: Callable[[], Planned]) -> Call[Planned]:
+    def submit(self, function: Callable[[], Planned]) -> WorkerCall[Planned]:
         expect_here(self._process, "a thread that plans ahead")
-        call = Call(function)
+        call = WorkerCall(function)
         _under_way.add(1)
         self._calls.put(call)
         return call
@@ -105,7 +105,7 @@ class Worker:
         return not self.end.alive or self.submit(_nothing).wait(timeout)
 
 
-def _run(calls: queue.SimpleQueue[Call[Any] | None]) -> None:
+def _run(calls: queue.SimpleQueue[WorkerCall[Any] | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()
         del call  # frees here what nobody else holds
@@ -189,7 +189,7 @@ class PlanAhead(Generic[Batch, Planned]):
         self._depth = depth
         self._worker = worker or Worker()
         self._owns_worker = worker is None
-        self._waiting: list[tuple[Batch, Call[Planned]]] = []
+        self._waiting: list[tuple[Batch, WorkerCall[Planned]]] = []
         self._failed: BaseException | None = None
         """The error that ended the batches. It is raised after those that wait."""
         self._ended = False

@@ -22,7 +22,7 @@ MOVING = ("exchange", "exchange_far", "all_to_all", "all_to_all_far", "step")
 """The prices of exchanging rows with other ranks."""
 
 
-class Table(NamedTuple):
+class TimeTable(NamedTuple):
     """Measured or computed times of sequences, by length and degree."""
 
     lengths: tuple[int, ...]
@@ -68,7 +68,7 @@ class CostModel:
     """Rows that each of a sequence's 2 d chunks is rounded up to; 0: none."""
     overlap: int = 0
     """1: the exchange overlaps with attention, as in a ring."""
-    table: Table | None = None
+    table: TimeTable | None = None
     """Replaces every price but ``launch`` in a plan. The comm type "auto" still uses the prices."""
     function: Callable[[int, int], float] | None = None
     """Becomes a table when a plan needs one: :meth:`from_function`."""
@@ -179,7 +179,7 @@ class CostModel:
             return self
         rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
         times = tuple(self._call(length, degree) for length in rows for degree in columns)
-        table = Table(rows, columns, times)
+        table = TimeTable(rows, columns, times)
         return replace(self, function=None, table=table)
 
     def _call(self, length: int, degree: int) -> int:
@@ -374,18 +374,18 @@ def _names(kernels: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _table_from_json(table: Any) -> Table:
-    expect_names("table", table, Table._fields)
-    for name in Table._fields:
+def _table_from_json(table: Any) -> TimeTable:
+    expect_names("table", table, TimeTable._fields)
+    for name in TimeTable._fields:
         if not isinstance(table[name], list):
             raise ValueError(f"table.{name} is {table[name]!r:.60}, expected a list of integers")
-    return Table(**table)
+    return TimeTable(**table)
 
 
-def _checked(table: Table) -> Table:
+def _checked(table: TimeTable) -> TimeTable:
     """Return the table as ints. Raises ValueError for one that a plan cannot use."""
-    if not isinstance(table, Table):
-        raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.planning.cost.Table")
+    if not isinstance(table, TimeTable):
+        raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.planning.cost.TimeTable")
     lengths, degrees, times = (
         expect_sizes(f"table.{name}", values) for name, values in table._asdict().items()
     )
@@ -397,4 +397,4 @@ def _checked(table: Table) -> Table:
         raise ValueError(
             f"table.times has {len(times)} entries, expected lengths * degrees = {expected}"
         )
-    return Table(lengths, degrees, times)
+    return TimeTable(lengths, degrees, times)

@@ -22,7 +22,7 @@ from hcp._validate import (
     shallow,
 )
 from hcp._words import Degrees, Sync
-from hcp.planning.cost import CostModel, Table
+from hcp.planning.cost import CostModel, TimeTable
 from hcp.planning.limits import (
     CHOICES,
     DEGREES,
@@ -163,7 +163,7 @@ class Plan:
     def cost(self) -> CostModel:
         """The cost model of the plan, as integers."""
         table = self.core.table
-        rows = Table(*(tuple(view) for view in table)) if table else None
+        rows = TimeTable(*(tuple(view) for view in table)) if table else None
         prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
         return CostModel(**prices, table=rows)
 
@@ -382,9 +382,9 @@ def _cost_of(data: Any) -> CostModel:
     table = data.get("table")
     if table is None:
         return CostModel(**data)
-    if not isinstance(table, (list, tuple)) or len(table) != len(Table._fields):
-        raise ValueError(f"cost.table is {table!r:.60}, expected {', '.join(Table._fields)}")
-    return CostModel(**{**data, "table": Table(*table)})
+    if not isinstance(table, (list, tuple)) or len(table) != len(TimeTable._fields):
+        raise ValueError(f"cost.table is {table!r:.60}, expected {', '.join(TimeTable._fields)}")
+    return CostModel(**{**data, "table": TimeTable(*table)})
 
 
 def _request(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hcp.rebinding.looks import is_a
+from hcp.rebinding.safe_access import is_a
 
 Exclude = Sequence[Any]
 """Paths ("vision_model", "model.layers[0]", "*.vision"), objects and classes that stay."""

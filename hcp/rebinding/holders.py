@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from hcp._core import find_holders
 from hcp.rebinding import derived
-from hcp.rebinding.closed import is_kept_by_torch, modules_of
 from hcp.rebinding.findings import Finding
-from hcp.rebinding.looks import class_attribute, is_a, module_of, own_attributes
+from hcp.rebinding.not_entered import is_kept_by_torch, modules_of
 from hcp.rebinding.places import places
+from hcp.rebinding.safe_access import class_attribute, is_a, module_of, own_attributes
 from hcp.rebinding.walk import Walk
 
 _PLAIN = (

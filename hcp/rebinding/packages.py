@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import Any
 
 from hcp.rebinding import derived, revision, rules
-from hcp.rebinding.looks import is_a, own_attributes
 from hcp.rebinding.rules import Rule
+from hcp.rebinding.safe_access import is_a, own_attributes
 
-_DEEPSPEED = "hcp.integrations.deepspeed.rules"
-_MEGATRON = "hcp.integrations.megatron.rules"
-_TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine.rules"
+_DEEPSPEED = "hcp.integrations.deepspeed.deepspeed_rules"
+_MEGATRON = "hcp.integrations.megatron.megatron_rules"
+_TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine.transformer_engine_rules"
 
 _PACKAGES = {
     "deepspeed": _DEEPSPEED,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hcp.rebinding import derived
-from hcp.rebinding.closed import is_open_function, is_wrapper
-from hcp.rebinding.looks import class_attribute, is_a, members, own_attributes
+from hcp.rebinding.not_entered import is_open_function, is_wrapper
+from hcp.rebinding.safe_access import class_attribute, is_a, members, own_attributes
 from hcp.rebinding.writers import PartialArguments
 
 Place = tuple[str, Any, Any, Any, str]

@@ -26,7 +26,7 @@ from hcp.rebinding.exclude import Exclude, listed
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere
 from hcp.rebinding.request import Request, walk_for
-from hcp.rebinding.tables import DepthOnly, Table, tables_of
+from hcp.rebinding.slot_tables import DepthOnly, RequestTable, tables_of
 from hcp.rebinding.writers import Slot
 
 
@@ -250,7 +250,7 @@ class Rebound(Rebinding):
 _FOUND, _REFUSED = b"found", b"refused"
 
 
-def _agreed_table(request: Request) -> Table | DepthOnly:
+def _agreed_table(request: Request) -> RequestTable | DepthOnly:
     """Return the table of a request after all ranks of dp_cp have compared their slots. Raises
     HcpError on all of them if the slots differ."""
     kept = tables_of(request.model)
@@ -258,7 +258,7 @@ def _agreed_table(request: Request) -> Table | DepthOnly:
     if request.transport is None:
         return kept.table(request)
     transport = request.transport
-    table: Table | DepthOnly | None = None
+    table: RequestTable | DepthOnly | None = None
     refusal: Exception | None = None
     try:
         table = kept.table(request)

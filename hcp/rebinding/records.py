@@ -15,9 +15,9 @@ import torch
 
 from hcp._core import Structure
 from hcp.rebinding import derived
-from hcp.rebinding.closed import OWN_TENSORS, is_closed_package, is_wrapper
-from hcp.rebinding.looks import members, module_of, own_attributes
+from hcp.rebinding.not_entered import OWN_TENSORS, is_closed_package, is_wrapper
 from hcp.rebinding.places import ATOMS, MODULE_HOOKS, hooks_of, places, tensor_hooks
+from hcp.rebinding.safe_access import members, module_of, own_attributes
 
 _PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _MORE_THAN_ATTRIBUTES: Any = (

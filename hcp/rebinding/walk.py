@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
-from hcp.rebinding.closed import LRU_CACHE, is_closed_package, is_open
 from hcp.rebinding.exclude import Exclude, Excluded
 from hcp.rebinding.findings import (
     Finding,
@@ -21,7 +20,7 @@ from hcp.rebinding.findings import (
     doubt_about_mesh,
     doubt_about_value,
 )
-from hcp.rebinding.looks import has, is_a, own_attributes
+from hcp.rebinding.not_entered import LRU_CACHE, is_closed_package, is_open
 from hcp.rebinding.places import (
     ATOMS,
     Place,
@@ -34,6 +33,7 @@ from hcp.rebinding.places import (
 )
 from hcp.rebinding.records import Records
 from hcp.rebinding.rules import Rule, attributes_of
+from hcp.rebinding.safe_access import has, is_a, own_attributes
 from hcp.rebinding.twins import Twins
 from hcp.rebinding.writers import (
     ClearedCache,

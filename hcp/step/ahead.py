@@ -14,13 +14,13 @@ from hcp._ranges import ranged
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.ahead import PlanAhead, PlanningTime
 from hcp.step.config import Config
-from hcp.step.dispatch import Passage, Step
+from hcp.step.dispatch import Step, StepTransport
 
 Item = TypeVar("Item")
 Share = TypeVar("Share")
 
 
-class Read(Generic[Item]):
+class ReadItems(Generic[Item]):
     """The part of a batch that a rank has read, and the error that kept it from reading more.
 
     Iterates over the items, then raises the error: where ranks exchange what they have, so that
@@ -53,7 +53,7 @@ class Read(Generic[Item]):
 
 def planned_steps(
     shares: Iterable[Share],
-    make: Callable[[Share, Passage], Step | None],
+    make: Callable[[Share, StepTransport], Step | None],
     groups: ProcessGroups,
     config: Config,
 ) -> Generator[Step]:
@@ -64,8 +64,8 @@ def planned_steps(
 
     Args:
         shares: this rank's shares, read on the caller's thread.
-        make: ``make(share, passage)`` hands the passage to ``hcp.dispatch`` and uses its transport
-            for all other exchanges. None: there are no more steps.
+        make: ``make(share, step_transport)`` hands it to ``hcp.dispatch`` and uses its
+            transport for all other exchanges. None: there are no more steps.
         groups: this rank's process groups.
         config: ``config.plan_ahead`` steps are made on a thread and a group of their own, while the
             trainer computes one before them. 0: a step is made when it is asked for.
@@ -78,7 +78,7 @@ def planned_steps(
 
 def steps_of(
     shares: Iterable[Share],
-    make: Callable[[Share, Passage], Step | None],
+    make: Callable[[Share, StepTransport], Step | None],
     groups: ProcessGroups,
     ahead: int,
 ) -> Generator[Step]:
@@ -88,18 +88,20 @@ def steps_of(
     )
     with contextlib.closing(made):
         for step, seconds in made:
-            step.arrive()
+            step.to_device()
             step.planning = seconds
             yield step
 
 
 def _made_in_turn(
-    shares: Iterable[Share], make: Callable[[Share, Passage], Step | None], groups: ProcessGroups
+    shares: Iterable[Share],
+    make: Callable[[Share, StepTransport], Step | None],
+    groups: ProcessGroups,
 ) -> Generator[tuple[Step, PlanningTime]]:
     make = ranged("hcp: plan")(make)
     for share in shares:
         begun = time.perf_counter()
-        step = make(share, Passage.of(groups))
+        step = make(share, StepTransport.of(groups))
         if step is None:
             return
         seconds = time.perf_counter() - begun
@@ -108,11 +110,11 @@ def _made_in_turn(
 
 def _made_ahead(
     shares: Iterable[Share],
-    make: Callable[[Share, Passage], Step | None],
+    make: Callable[[Share, StepTransport], Step | None],
     groups: ProcessGroups,
     depth: int,
 ) -> Generator[tuple[Step, PlanningTime]]:
-    lane = groups.planning_lane()
+    thread = groups.planning_thread()
     device = groups.transport.device
     ended = False
 
@@ -121,14 +123,14 @@ def _made_ahead(
         if ended:  # on all ranks: they share what ends the steps
             return None
         ended = True
-        step = make(share, Passage.of(lane))
+        step = make(share, StepTransport.of(thread))
         ended = step is None
         if step is not None and device.type == "cuda":
             with torch.cuda.device(device):
                 step.pin()
         return step
 
-    with PlanAhead(shares, make_here, depth=depth, worker=lane.worker) as steps:
+    with PlanAhead(shares, make_here, depth=depth, worker=thread.worker) as steps:
         take = ranged("hcp: plan")(functools.partial(next, steps, None))  # waits for the plan
         while (taken := take()) is not None:
             _, step = taken

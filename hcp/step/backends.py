@@ -50,8 +50,8 @@ class HandlerBackend(NamedTuple):
 
 def _transformer_engine() -> HandlerClass:
     handler: HandlerClass = importlib.import_module(
-        "hcp.integrations.transformer_engine.handler"
-    ).Handler
+        "hcp.integrations.transformer_engine.transformer_engine_handler"
+    ).TransformerEngineHandler
     return handler
 
 

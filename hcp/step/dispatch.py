@@ -8,6 +8,7 @@ import logging
 import math
 import struct
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
-from hcp.step.arrival import Arrival
+from hcp.step.device_copies import DeviceCopies
 from hcp.step.fields import (
     Field,
     Given,
@@ -61,7 +62,7 @@ class Groups(Protocol):
     def transport(self) -> Transport: ...
 
 
-class Passage(NamedTuple):
+class StepTransport(NamedTuple):
     """How the rows of a step get to where they are computed."""
 
     transport: Transport
@@ -70,7 +71,7 @@ class Passage(NamedTuple):
     """The number of the step among those of the domain, the same on all ranks."""
 
     @classmethod
-    def of(cls, groups: Groups) -> Passage:
+    def of(cls, groups: Groups) -> StepTransport:
         """Begin the next step, over the transport of the layers.
 
         Args:
@@ -114,9 +115,9 @@ class LocalBatch:
     def __len__(self) -> int:
         return len(self._fields)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _to_device(self, copies: DeviceCopies) -> None:
         for name, rows in self._fields.items():
-            moved = arrival.bring(rows)
+            moved = copies.copy(rows)
             if moved is not rows:
                 self._fields[name] = rows_may_vary(moved)
 
@@ -383,15 +384,20 @@ class Step:
         return tuple(self._sources.ranks)
 
     def arrive(self) -> None:
-        """Bring tables and rows to the device of the layers, where they are not there yet: for a
+        """Call ``to_device``: the name until 0.3."""
+        warnings.warn("Step.arrive is now Step.to_device", DeprecationWarning, stacklevel=2)
+        self.to_device()
+
+    def to_device(self) -> None:
+        """Copy tables and rows to the device of the layers, where they are not there yet: for a
         step that was prepared on another thread. Neither the host nor what the GPU computes at the
         moment waits for the copies; what is queued from now on does."""
         if not self._micro_batches:
             return
-        with Arrival(self._micro_batches[0][0].device) as arrival:
+        with DeviceCopies(self._micro_batches[0][0].device) as copies:
             for cp, local in self._micro_batches:
-                cp._arrive(arrival.bring)
-                local._arrive(arrival)
+                cp._to_device(copies.copy)
+                local._to_device(copies)
 
     def pin(self) -> None:
         """Put tables and rows into memory from which GPUs copy while hosts go on."""
@@ -526,7 +532,8 @@ def dispatch(
     stamp_call_sites: bool = False,
     masks: MasksLike | None = None,
     scan_type: ScanType = "auto",
-    passage: Passage | None = None,
+    step_transport: StepTransport | None = None,
+    passage: StepTransport | None = None,
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
@@ -561,8 +568,9 @@ def dispatch(
             same on every rank (:func:`gather_masks`).
         scan_type: how recurrent layers get past the borders of ranks: "pass_states",
             "sequence_to_head", or "auto", whichever costs fewer bytes.
-        passage: for a step that is prepared on another thread than layers run on; call
-            ``Step.arrive`` before its use.
+        step_transport: for a step that is prepared on another thread than layers run on; call
+            ``Step.to_device`` before its use.
+        passage: the name of ``step_transport`` until 0.3.
 
     Returns:
         A :class:`hcp.Step`: pairs (cp, local), one for each micro-batch.
@@ -572,7 +580,12 @@ def dispatch(
         HcpError: ranks differ, another rank refused, or a peer is gone.
     """
     transport = groups.transport
-    carrier, step = passage or Passage.of(groups)
+    if passage is not None:
+        warnings.warn(
+            "passage= of hcp.dispatch is now step_transport=", DeprecationWarning, stacklevel=2
+        )
+        step_transport = passage
+    carrier, step = step_transport or StepTransport.of(groups)
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
@@ -614,7 +627,7 @@ def dispatch(
                 step=step,
                 stamp_call_sites=stamp_call_sites,
                 scan_type=scan_type,
-                arrives=passage is None,
+                on_device=step_transport is None,
             )
             handlers.append(handler)
         said = json.dumps(message | announced[0].message()).encode()

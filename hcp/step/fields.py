@@ -13,8 +13,8 @@ from torch import Tensor
 from hcp import _core
 from hcp._validate import expect_choice
 from hcp._words import PayloadSplit
-from hcp.exchange.payloads import SPLITS
-from hcp.exchange.transport import rows_of
+from hcp.exchange.payload_splits import SPLITS
+from hcp.exchange.transport import flat_rows
 
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence by name: (tokens, ...), but for the fields that rules name."""
@@ -355,7 +355,7 @@ class Field:
             return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=device)
         values = [sample[self.name] for sample in samples]
         joined = torch.stack(values) if self.per_sequence else torch.cat(values)
-        return rows_of(joined.to(device)).contiguous().view(torch.uint8)
+        return flat_rows(joined.to(device)).contiguous().view(torch.uint8)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Undo ``to_rows``, for as many rows as there are: (rows, ...)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hcp._ranges import ranged
-from hcp._this_process import OfThisProcess
+from hcp._this_process import BoundToProcess
 from hcp._words import CommType, GradReduce, QkvFormat, ScanType
 from hcp.attention import latent, operator
 from hcp.attention import layer as attention
@@ -48,7 +48,7 @@ from hcp.step.moved_names import MovedNames
 from hcp.step.payloads import LocalPayload, Splits
 
 
-class ContextParallelHandler(MovedNames, OfThisProcess):
+class ContextParallelHandler(MovedNames, BoundToProcess):
     """The context parallelism that layers use, for one rank and micro-batch.
 
     Made by :func:`hcp.dispatch`, unchanged from then on, and passed to layers explicitly: the
@@ -80,7 +80,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
         step: int = 0,
         stamp_call_sites: bool = False,
         scan_type: ScanType = "auto",
-        arrives: bool = True,
+        on_device: bool = True,
     ) -> None:
         """Prepare what layers will ask for. :func:`hcp.dispatch` makes handlers; make one yourself
         to try a plan without samples.
@@ -104,7 +104,7 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
                 finding ranks that make calls of one kind in different orders.
             scan_type: how recurrent layers get past the borders of ranks: "pass_states",
                 "sequence_to_head", or "auto", by bytes.
-            arrives: False where :meth:`hcp.Step.arrive` brings the tables later, on the thread
+            on_device: False where :meth:`hcp.Step.to_device` brings the tables later, on the thread
                 whose layers run.
         """
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
@@ -163,13 +163,13 @@ class ContextParallelHandler(MovedNames, OfThisProcess):
         """Attention to chosen keys."""
         self.whole = WholeSequences(layout, transport, calls, self._schedules, whole)
         """Whole sequences of some heads, for layers that scan all rows."""
-        if arrives:
-            self._arrive()
+        if on_device:
+            self._to_device()
 
-    def _arrive(self, bring: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Bring the tables of rows to the device of the domain, for :class:`hcp.Step`. ``bring``:
+    def _to_device(self, copy: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Bring the tables of rows to the device of the domain, for :class:`hcp.Step`. ``copy``:
         copies a table to it."""
-        self._replace_tables(bring or (lambda table: table.to(self.device, non_blocking=True)))
+        self._replace_tables(copy or (lambda table: table.to(self.device, non_blocking=True)))
         self.position_ids = rows_may_vary(self.position_ids)
 
     def _pin(self) -> None:

@@ -35,7 +35,7 @@ MOVED = {
 """Old names of :class:`hcp.ContextParallelHandler`, and the new ones. They go with the next
 release."""
 
-OF_STEP = {"arrive": "_arrive", "pin": "_pin"}
+OF_STEP = {"arrive": "_to_device", "pin": "_pin"}
 """Old names of what :class:`hcp.Step` does for all of its micro-batches. They go too."""
 
 

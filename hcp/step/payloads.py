@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hcp import _core, ops
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.layout import Layout, rows_may_vary
-from hcp.exchange.payloads import RankRows, Split, Takers
+from hcp.exchange.payload_splits import RankRows, Split, Takers
 from hcp.exchange.row_calls import RowCalls
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
@@ -266,7 +266,7 @@ class Carrier:
         wire = ops.pack(columns, route.pack, route.sent_rows)
         received = wire.new_empty(route.received_rows, wire.shape[1])
         checksum = f"{self._plan.checksum:016x}"
-        stamp = Stamp(Kind("hcp.dispatch", plan=checksum, step=self._step, what=what))
+        stamp = Stamp(CallKind("hcp.dispatch", plan=checksum, step=self._step, what=what))
         self._transport.start(wire, route.sends, received, route.receives, stamp=stamp).wait()
         widths = [column.shape[1] for column in columns]
         return ops.unpack(received, route.arrange, widths, route.output_rows)

@@ -25,8 +25,8 @@ from hcp.step.ahead import steps_of
 from hcp.step.config import Config
 from hcp.step.dispatch import (
     Groups,
-    Passage,
     Step,
+    StepTransport,
     dispatch,
     gather_lengths,
 )
@@ -121,7 +121,7 @@ class StepPlanner:
     ) -> tuple[list[int], list[int], list[Sample]]:
         """Gather lengths, sources and this rank's samples, as :func:`hcp.gather_lengths` does.
 
-        ``groups``: process groups, or the passage of a step that is made on another thread.
+        ``groups``: process groups, or the transport of a step that is made on another thread.
         """
         return gather_lengths(samples, groups, fields=self.options.get("fields"))
 
@@ -146,21 +146,23 @@ class StepPlanner:
         trainer waited for all of it."""
         begun = time.perf_counter()
         step = self._step_here(samples, groups)
-        step.arrive()
+        step.to_device()
         took = time.perf_counter() - begun
         step.planning = PlanningTime(took, took)
         return step
 
-    def step_of(self, samples: Iterable[Given], groups: ProcessGroups, passage: Passage) -> Step:
+    def step_of(
+        self, samples: Iterable[Given], groups: ProcessGroups, step_transport: StepTransport
+    ) -> Step:
         """Make the step of this rank's samples of a global batch, on any thread. Call its
-        ``arrive`` before its use."""
-        return self._planned(*self.gather(samples, passage), groups, passage)
+        ``to_device`` before its use."""
+        return self._planned(*self.gather(samples, step_transport), groups, step_transport)
 
     def steps(
         self,
         shares: Iterable[Share],
         groups: ProcessGroups,
-        make: Callable[[Share, Passage], Step | None] | None = None,
+        make: Callable[[Share, StepTransport], Step | None] | None = None,
         *,
         until_empty: bool = False,
     ) -> Generator[Step]:
@@ -169,26 +171,26 @@ class StepPlanner:
         Every rank of the domain iterates, and of the job when it takes the first step.
 
         Args:
-            shares: of each batch the samples of this rank, as a :class:`hcp.step.ahead.Read`, which
-                is read on the caller's thread; or anything that ``make`` takes.
+            shares: of each batch the samples of this rank, as a :class:`hcp.step.ahead.ReadItems`,
+                which is read on the caller's thread; or anything that ``make`` takes.
             groups: this rank's process groups.
             make: makes the step of a share in place of ``step_of``, as for
                 :func:`hcp.planned_steps`.
             until_empty: end with the first batch of which no rank has samples.
         """
         own = self._step_of_some if until_empty else self.step_of
-        make = make or (lambda share, passage: own(share, groups, passage))  # type: ignore[arg-type]
+        make = make or (lambda share, step_transport: own(share, groups, step_transport))  # type: ignore[arg-type]
         yield from steps_of(shares, make, groups, self.plan_ahead)
 
     def _step_of_some(
-        self, samples: Iterable[Given], groups: ProcessGroups, passage: Passage
+        self, samples: Iterable[Given], groups: ProcessGroups, step_transport: StepTransport
     ) -> Step | None:
-        lengths, sources, own = self.gather(samples, passage)
-        return self._planned(lengths, sources, own, groups, passage) if lengths else None
+        lengths, sources, own = self.gather(samples, step_transport)
+        return self._planned(lengths, sources, own, groups, step_transport) if lengths else None
 
     @ranged("hcp: plan")
     def _step_here(self, samples: Iterable[Given], groups: ProcessGroups) -> Step:
-        return self.step_of(samples, groups, Passage.of(groups))
+        return self.step_of(samples, groups, StepTransport.of(groups))
 
     def _planned(
         self,
@@ -196,11 +198,11 @@ class StepPlanner:
         sources: Sequence[int],
         samples: Sequence[Sample],
         groups: ProcessGroups,
-        passage: Passage,
+        step_transport: StepTransport,
     ) -> Step:
         plan = self.plan(lengths)
         given = samples if self.has_rows else self._without_columns(samples)
-        return self.dispatch(plan, given, sources, groups, passage=passage)
+        return self.dispatch(plan, given, sources, groups, step_transport=step_transport)
 
     def _without_columns(self, samples: Sequence[Sample]) -> list[Given]:
         rules = self.options.get("fields") or {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hcp.tools.timeline import Box, idle_shares, spans, timeline
 
 if TYPE_CHECKING:
-    from hcp.planning.cost import Table
+    from hcp.planning.cost import TimeTable
     from hcp.planning.plan import Plan
 
 LEFT, RIGHT = 58, 62
@@ -150,7 +150,7 @@ def _comparable(one: Plan, other: Plan) -> bool:
     return all(tables[1].get(key, time) == time for key, time in tables[0].items())
 
 
-def _times(table: Table | None) -> dict[tuple[int, int], int]:
+def _times(table: TimeTable | None) -> dict[tuple[int, int], int]:
     """The times of a table, by length and degree."""
     if table is None:
         return {}

@@ -24,7 +24,7 @@ from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, un
 from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import copy_to_self
-from hcp.exchange.transport import Pending, Share, register, rows_of
+from hcp.exchange.transport import Pending, Share, flat_rows, register
 
 Result = TypeVar("Result")
 
@@ -195,7 +195,7 @@ class _LoopbackShared:
     ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
-            columns = [rows_of(part) for part in parts]
+            columns = [flat_rows(part) for part in parts]
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
             self._transport.send(staged, moves, stamp)
@@ -207,7 +207,7 @@ class _LoopbackStaged:
         self, transport: SharingLoopbackTransport, share: Share, stamp: Stamp, own: Sequence[Tensor]
     ) -> None:
         self._transport, self._share, self._stamp = transport, share, stamp
-        self._own = [rows_of(part) for part in own]
+        self._own = [flat_rows(part) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
     def read(self, number: int) -> _LoopbackReading:
@@ -268,7 +268,7 @@ class LoopbackGroups:
     def rank(self, role: str) -> int:
         return self.transport.rank if role == "dp_cp" else self._unknown(role)
 
-    def planning_lane(self) -> NoReturn:
+    def planning_thread(self) -> NoReturn:
         raise ValueError(
             "hcp.loopback has no group of its own for plans that are made ahead: "
             "expected a config with plan_ahead=0"

@@ -139,22 +139,24 @@ def test_layers_of_one_model_have_windows_of_their_own() -> None:
     hcp.loopback(2, check)
 
 
-STAGE_ROWS = st.sampled_from([1, 20, hcp.exchange.tables.STAGE_ROWS])
+STAGE_TOKENS = st.sampled_from([1, 20, hcp.exchange.tables.STAGE_TOKENS])
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["sent", "read"])
 @pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
 def test_keys_that_come_in_several_stages_equal_one_rank(causal: bool, sharing: bool) -> None:
-    case = Case((40, 31, 2, 64, 7, 29, 50), 4, min_degree=4, comm_type="all_gather", stage_rows=30)
+    case = Case(
+        (40, 31, 2, 64, 7, 29, 50), 4, min_degree=4, comm_type="all_gather", stage_tokens=30
+    )
     case = replace(case, causal=causal, sharing=sharing, sinks=True, lse=True)
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         stages = [
             len(hcp.exchange.tables.Schedule(words_of(case.plan(), rank, case.comm_type)).stages)
             for rank in range(4)
         ]
     assert stages == [4] * 4  # the local one and three
     assert loopback_error(case) <= 1e-10
-    assert loopback_error(replace(case, window=(9, 2), stage_rows=9)) <= 1e-10
+    assert loopback_error(replace(case, window=(9, 2), stage_tokens=9)) <= 1e-10
 
 
 def words_of(
@@ -193,7 +195,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         sinks=draw(st.booleans()),
         lse=draw(st.booleans()),
         sharing=draw(st.booleans()),
-        stage_rows=draw(STAGE_ROWS),
+        stage_tokens=draw(STAGE_TOKENS),
         seed=draw(st.integers(0, 99)),
         alignment=alignment,
     )
@@ -251,7 +253,7 @@ def mixed_cases(draw: st.DrawFn) -> tuple[Case, hcp.Plan]:
         sinks=draw(st.booleans()),
         lse=draw(st.booleans()),
         sharing=draw(st.booleans()),
-        stage_rows=draw(STAGE_ROWS),
+        stage_tokens=draw(STAGE_TOKENS),
         seed=draw(st.integers(0, 99)),
     )
     return case, plan
@@ -397,11 +399,11 @@ def test_the_same_call_gives_the_same_bits(comm_type: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
+@pytest.mark.parametrize("stage_tokens", [20, hcp.exchange.tables.STAGE_TOKENS])
 @pytest.mark.parametrize("window", [(-1, -1), (20, 0)])
 @pytest.mark.parametrize("comm_type", TYPES)
 def test_rows_that_are_read_and_rows_that_are_sent_give_the_same_bits(
-    comm_type: str, window: tuple[int, int], stage_rows: int
+    comm_type: str, window: tuple[int, int], stage_tokens: int
 ) -> None:
     case = Case((57, 9, 130), 4, min_degree=3, comm_type=comm_type, dtype="bfloat16")
 
@@ -414,7 +416,7 @@ def test_rows_that_are_read_and_rows_that_are_sent_give_the_same_bits(
             results += [out.detach(), *(x.grad for x in inputs)]
         return results
 
-    with staged_by(stage_rows):
+    with staged_by(stage_tokens):
         sent, read = (hcp.loopback(4, bits, sharing=sharing) for sharing in (False, True))
     for one, other in zip(itertools.chain(*sent), itertools.chain(*read), strict=True):
         assert torch.equal(one, other)

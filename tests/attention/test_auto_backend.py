@@ -19,8 +19,8 @@ import hcp
 import hcp.step.backends
 from hcp.attention import kernels
 from hcp.attention.kernels import (
-    Call,
-    Choice,
+    KernelCall,
+    KernelChoice,
     KernelFamily,
     Launch,
     auto,
@@ -29,7 +29,7 @@ from hcp.attention.kernels import (
     present,
     proof,
 )
-from hcp.attention.kernels.auto import Auto, Candidate
+from hcp.attention.kernels.auto import Auto, KernelCandidate
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
@@ -67,7 +67,7 @@ class Packs(Formula):
         super().__init__(softcap)
         vars(self).update(name=name, asked=asked, refuses=refuses)
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         return not (
             call.query.shape[2] in self.refuses.get("sizes", ())
             or (call.grad_lse and self.refuses.get("grad_lse", False))
@@ -112,7 +112,7 @@ def chosen_by(kernel: Auto, launch: Launch, size: int = 128, grad_lse: bool = Fa
     """The families of both directions."""
     x = rows(size=size)
     return [
-        kernel.choose(Call(launch, x, x, backward, grad_lse and backward)).family
+        kernel.choose(KernelCall(launch, x, x, backward, grad_lse and backward)).family
         for backward in (False, True)
     ]
 
@@ -121,15 +121,15 @@ def of_two(asked: list[str] | None = None, **refuses: Any) -> Auto:
     asked = [] if asked is None else asked
     return Auto(
         [
-            Candidate("torch", Packs("torch", asked, caps=refuses.get("caps", ("torch",)))),
-            Candidate("flash_attn_4", Packs("flash_attn_4", asked, **refuses)),
+            KernelCandidate("torch", Packs("torch", asked, caps=refuses.get("caps", ("torch",)))),
+            KernelCandidate("flash_attn_4", Packs("flash_attn_4", asked, **refuses)),
         ]
     )
 
 
 def of(*names: str, **refuses: Any) -> Auto:
     """Candidates with kernels of their own. ``refuses``: what those of a name refuse."""
-    return Auto([Candidate(name, Packs(name, [], **refuses.get(name, {}))) for name in names])
+    return Auto([KernelCandidate(name, Packs(name, [], **refuses.get(name, {}))) for name in names])
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_each_call_goes_where_an_h100_was_the_fastest(
 def test_the_next_in_order_computes_what_the_first_does_not_take(length: int) -> None:
     orders = order.LONG, order.MIDDLE, order.SHORT
     assert {len({*each}) for each in orders} == {len(present.CHOICES)}
-    call = Call(causal(length), rows(), rows(), False, False)
+    call = KernelCall(causal(length), rows(), rows(), False, False)
     names = order.order_of(call)
     for i, name in enumerate(names):
         refusing = {before: {"sizes": (128,)} for before in names[:i]}
@@ -207,8 +207,8 @@ def with_failing(error: Exception, asked: list[str]) -> Auto:
     vars(failing)["error"] = error
     return Auto(
         [
-            Candidate("torch", Packs("torch", asked)),
-            Candidate("flash_attn_4", failing),
+            KernelCandidate("torch", Packs("torch", asked)),
+            KernelCandidate("flash_attn_4", failing),
         ]
     )
 
@@ -254,15 +254,15 @@ def test_an_error_of_the_last_kernel_is_raised() -> None:
 class Unordered(Packs):
     """As FlashAttention-4, whose gradients of queries are summed in any order."""
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         return not (call.backward and torch.are_deterministic_algorithms_enabled())
 
 
 @short
 def test_a_deterministic_backward_goes_to_a_kernel_that_has_one() -> None:
     asked: list[str] = []
-    fast = Candidate("flash_attn_4", Unordered("flash_attn_4", asked))
-    kernel = Auto([Candidate("torch", Packs("torch", asked)), fast])
+    fast = KernelCandidate("flash_attn_4", Unordered("flash_attn_4", asked))
+    kernel = Auto([KernelCandidate("torch", Packs("torch", asked)), fast])
     launch = causal(5, 3)
     x = torch.randn(8, 2, 16, dtype=torch.float64)
     for enabled in (False, True, False):
@@ -290,7 +290,7 @@ def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
     search = Auto.choose
 
-    def counted(self: Auto, call: Call) -> Candidate:
+    def counted(self: Auto, call: KernelCall) -> KernelCandidate:
         searches.append(call)
         return search(self, call)
 
@@ -331,8 +331,8 @@ class UnevenSizes(Packs):
 
 def checked(kernel: Packs) -> Auto:
     """It and another that is right."""
-    fast = Candidate("flash_attn_4", kernel)
-    return Auto([Candidate("torch", Packs("torch", [])), fast])
+    fast = KernelCandidate("flash_attn_4", kernel)
+    return Auto([KernelCandidate("torch", Packs("torch", [])), fast])
 
 
 def expect_right(kernel: Auto, launch: Launch, size: int) -> None:
@@ -389,7 +389,7 @@ def test_a_kernel_that_is_wrong_for_some_calls_computes_none_of_them(
 
 
 def test_where_every_kernel_is_wrong_the_error_says_so() -> None:
-    kernel = Auto([Candidate("flash_attn_4", TopLeft("flash_attn_4", []))])
+    kernel = Auto([KernelCandidate("flash_attn_4", TopLeft("flash_attn_4", []))])
     x = torch.randn(8, 2, 16).double()
     with pytest.raises(hcp.HcpError, match=r"the output is off by .*: use the backend 'torch'"):
         kernel.forward(causal(8), x, x, x, 0.25)
@@ -439,7 +439,7 @@ CUDA = torch.device("cuda")
 
 
 def picked(family: str = "auto", softcap: float = 0.0) -> Any:
-    return kernel_for(CUDA, torch.bfloat16, Choice(family, softcap))
+    return kernel_for(CUDA, torch.bfloat16, KernelChoice(family, softcap))
 
 
 def test_where_there_is_no_gpu_auto_is_what_torch_is() -> None:
@@ -447,7 +447,7 @@ def test_where_there_is_no_gpu_auto_is_what_torch_is() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for softcap in (0.0, 20.0) if dtype in Formula.dtypes else (0.0,):
             own, torchs = (
-                kernel_for(torch.device("cpu"), dtype, Choice(family, softcap))
+                kernel_for(torch.device("cpu"), dtype, KernelChoice(family, softcap))
                 for family in ("auto", "torch")
             )
             assert own == torchs
@@ -455,10 +455,10 @@ def test_where_there_is_no_gpu_auto_is_what_torch_is() -> None:
 
 def test_auto_takes_what_torch_takes_on_a_gpu(hopper: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float64, torch.float32):
-        assert type(kernel_for(CUDA, dtype, Choice("auto"))) is Formula
-        assert kernel_for(CUDA, dtype, Choice("auto", 9.0)) == Formula(9.0)
+        assert type(kernel_for(CUDA, dtype, KernelChoice("auto"))) is Formula
+        assert kernel_for(CUDA, dtype, KernelChoice("auto", 9.0)) == Formula(9.0)
     for dtype in (torch.bfloat16, torch.float16):
-        assert type(kernel_for(CUDA, dtype, Choice("auto"))) is Auto
+        assert type(kernel_for(CUDA, dtype, KernelChoice("auto"))) is Auto
 
 
 def test_auto_uses_flash_attention_4_where_it_is_installed(hopper: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import hcp
 import hcp.step.backends
 from hcp import _versions
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, KernelFamily, Launch, join
+from hcp.attention.kernels import KernelCall, KernelFamily, Launch, join
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
@@ -272,7 +272,7 @@ def test_head_sizes(
     monkeypatch.setattr(cudnn, "_is_hopper", lambda device: hopper)
     launch = packed([(2, 2)], [(0, 0)], (-1, 0))
     query, value = torch.zeros(2, 2, size), torch.zeros(2, 2, value_size)
-    call = Call(launch, query.bfloat16(), value.bfloat16(), False, False)
+    call = KernelCall(launch, query.bfloat16(), value.bfloat16(), False, False)
     assert cudnn.Cudnn().takes(call) is taken
     if not taken:
         with pytest.raises(ValueError, match=f"{size} and {value_size}, expected multiples of 16"):
@@ -282,9 +282,9 @@ def test_head_sizes(
 def test_a_gradient_of_the_log_sum_exp_that_has_no_columns_is_refused(cudnn: Any) -> None:
     launch = packed([(2, 2)], [(0, 0)], (-1, 0))
     rows, lse = torch.zeros(2, 2, 128), torch.zeros(2, 2)
-    assert not cudnn.Cudnn().takes(Call(launch, rows, rows, True, True))
-    assert cudnn.Cudnn().takes(Call(launch, rows, rows, True, False))
-    assert cudnn.Cudnn().takes(Call(launch, rows[..., :96], rows[..., :96], True, True))
+    assert not cudnn.Cudnn().takes(KernelCall(launch, rows, rows, True, True))
+    assert cudnn.Cudnn().takes(KernelCall(launch, rows, rows, True, False))
+    assert cudnn.Cudnn().takes(KernelCall(launch, rows[..., :96], rows[..., :96], True, True))
     with pytest.raises(ValueError, match="has a gradient with head sizes 128 and 128, for which"):
         cudnn.Cudnn().backward(launch, (rows, lse), (rows, rows, rows, rows, lse), 1.0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import hcp
 import hcp.step.backends
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, KernelFamily, Launch, wide
+from hcp.attention.kernels import KernelCall, KernelFamily, Launch, wide
 from hcp.attention.kernels.present import survey
 from hcp.exchange.tables import Entry
 
@@ -158,16 +158,16 @@ def test_head_sizes_that_it_lacks_are_refused(flash3: Any) -> None:
     launch = Launch([Entry(0, 2, 0, 2, -1, 0)])
     query = torch.zeros(2, 2, 256)
     kernel = flash3.Flash3()
-    assert kernel.takes(Call(launch, query, query, True, False))
-    assert not kernel.takes(Call(launch, query, query, True, True))
+    assert kernel.takes(KernelCall(launch, query, query, True, False))
+    assert not kernel.takes(KernelCall(launch, query, query, True, True))
     torch.use_deterministic_algorithms(True)
     try:
-        assert not kernel.takes(Call(launch, query, query, True, False))
-        assert kernel.takes(Call(launch, query, query, False, False))
+        assert not kernel.takes(KernelCall(launch, query, query, True, False))
+        assert kernel.takes(KernelCall(launch, query, query, False, False))
     finally:
         torch.use_deterministic_algorithms(False)
     wider = torch.zeros(2, 2, 264)
-    assert not kernel.takes(Call(launch, wider, wider, False, False))
+    assert not kernel.takes(KernelCall(launch, wider, wider, False, False))
     with pytest.raises(ValueError, match="the head size is 264, expected a multiple of 8 up to"):
         kernel.forward(launch, wider, wider, wider, 1.0)
 

@@ -28,7 +28,7 @@ from support.packs import (
 )
 
 from hcp.attention.fixed_capacity import Capacity, FixedLaunch, FixedTables
-from hcp.attention.kernels import Call, Launch
+from hcp.attention.kernels import KernelCall, Launch
 
 Load = Callable[..., Any]
 
@@ -347,7 +347,8 @@ def test_head_sizes_are_those_of_the_gpu(
     kernel = load(stand_in(), capability=capability).Flash4()
     launch, rows, _ = case(ONE, sizes=sizes)
     assert (
-        kernel.takes(Call(launch, rows.query, rows.value, backward=False, grad_lse=False)) == taken
+        kernel.takes(KernelCall(launch, rows.query, rows.value, backward=False, grad_lse=False))
+        == taken
     )
     if not taken:
         with pytest.raises(ValueError, match=f"head sizes are {sizes[0]} and {sizes[1]}, expected"):

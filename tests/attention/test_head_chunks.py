@@ -36,7 +36,7 @@ def test_heads_in_chunks_equal_one_rank(chunks: int, comm_type: str) -> None:
     assert loopback_error(replace(case, window=(9, 2), causal=False, sinks=True)) <= 1e-10
     assert loopback_error(replace(case, lse=True, sinks=True, alignment=8)) <= 1e-10
     assert loopback_error(replace(case, sharing=True, lse=True)) <= 1e-10
-    assert loopback_error(replace(case, node=2, stage_rows=30)) <= 1e-10
+    assert loopback_error(replace(case, node=2, stage_tokens=30)) <= 1e-10
 
 
 @pytest.mark.parametrize("comm_type", TYPES)

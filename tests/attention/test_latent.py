@@ -59,7 +59,7 @@ def test_drawn_cases_equal_one_rank(
     options: Any = {
         "min_degree": st.integers(1, ranks),
         "comm_type": st.sampled_from(TYPES),
-        "stage_rows": st.sampled_from([1, 8192]),
+        "stage_tokens": st.sampled_from([1, 8192]),
         **dict.fromkeys(("causal", "sinks", "sharing", "checkpointed"), st.booleans()),
     }
     taken = data.draw(st.fixed_dictionaries(options))

@@ -13,7 +13,7 @@ from hcp import ops
 from hcp.attention.key_transfer import ReadKeys, cut, rotated_back, sum_gradients
 from hcp.attention.operator import Arguments, BackwardArguments
 from hcp.attention.rotary import NO_ROTATION, Rotary
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.peer import PIECES
 
 layer = torch.ops.hcp
@@ -44,14 +44,14 @@ def apart(x: Tensor) -> Tensor:
 def test_gradients_of_others_keys_leave_once_they_are_staged():
     """Also on a rank whose own keys no query sees, so that it reads none."""
     launches = SimpleNamespace(stages=[[], [None, None]])
-    schedule = SimpleNamespace(query_rows=3, home_receives=[])
+    schedule = SimpleNamespace(query_rows=3, return_receives=[])
     transfer = ReadKeys.__new__(ReadKeys)
     vars(transfer).update(
         _launches=launches, _schedule=schedule, _grads=StagedForNobody(), _exchanges=iter([0])
     )
     grads = [rows(5, 2, 4), rows(5, 2, 6), rows(7, 2, 4), rows(7, 2, 6)]
     held = [weakref.ref(grad) for grad in grads]
-    returned = transfer.return_gradients(grads, None, Stamp(Kind("check")))
+    returned = transfer.return_gradients(grads, None, Stamp(CallKind("check")))
     assert [grad() for grad in held] == [None] * 4
     assert all(torch.equal(x, torch.zeros_like(x)) for x in returned())
     assert [tuple(x.shape) for x in returned()] == [(3, 2, 4), (3, 2, 6)]

@@ -51,7 +51,7 @@ def test_groups_of_nodes_equal_one_rank(node: int, ranks: int, comm_type: str) -
     assert loopback_error(case) <= 1e-10
     assert loopback_error(replace(case, causal=False, value_dim=5)) <= 1e-10
     assert loopback_error(replace(case, window=(9, 2), causal=False, sinks=True)) <= 1e-10
-    assert loopback_error(replace(case, stage_rows=30, lse=True, alignment=8)) <= 1e-10
+    assert loopback_error(replace(case, stage_tokens=30, lse=True, alignment=8)) <= 1e-10
 
 
 @pytest.mark.parametrize("comm_type", TYPES)
@@ -95,7 +95,7 @@ def crossing(plan: hcp.Plan, moves: Callable[[Schedule], list[Move]], found: lis
 
 
 def sent_home(table: Schedule) -> list[Move]:
-    return [*table.home_sends, *(table.home_relay.sends if table.home_relay else [])]
+    return [*table.return_sends, *(table.return_relay.sends if table.return_relay else [])]
 
 
 @pytest.mark.parametrize("comm_type", SENDING)
@@ -299,7 +299,7 @@ def test_a_rank_of_the_other_node_that_is_killed_or_late_ends_all_others_in_word
 
 def mixed_over_gloo(rank: int, size: int, case: Case, folder: str) -> list[float]:
     transport = MixedGloo(folder, 2, 60)
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         return attention_errors(SimpleNamespace(transport=transport), case)
 
 
@@ -307,7 +307,7 @@ def mixed_over_gloo(rank: int, size: int, case: Case, folder: str) -> list[float
 def test_processes_that_read_inside_nodes_and_send_between_them_equal_one_rank(
     tmp_path: Path, comm_type: str
 ) -> None:
-    case = case_of(2, 4, comm_type=comm_type, stage_rows=30)
+    case = case_of(2, 4, comm_type=comm_type, stage_tokens=30)
     assert max(map(max, run_ranks(4, mixed_over_gloo, case, str(tmp_path)))) <= 1e-10
 
 

@@ -22,7 +22,7 @@ import hcp
 from hcp import ops
 from hcp.attention import kernels
 from hcp.attention.kernels import Kernel, KernelFamily, Launch, join
-from hcp.attention.kernels.cpu import CpuFlash
+from hcp.attention.kernels.flash_attn_cpu import CpuFlash
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry, Schedule, schedule_words
@@ -177,12 +177,12 @@ def test_zeros_are_no_sign_of_nan(dtype: torch.dtype, keys: int) -> None:
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (0, 0), (3, 0), (2, 2), (0, 5), (-1, 3)])
 def test_every_query_of_an_entry_sees_a_key(comm_type: str, window: tuple[int, int]) -> None:
-    for ranks, alignment, stage_rows in itertools.product((1, 2, 3, 5), (1, 4), (1, 4, 8192)):
+    for ranks, alignment, stage_tokens in itertools.product((1, 2, 3, 5), (1, 4), (1, 4, 8192)):
         lengths = 1, 2, 2 * ranks - 1, 2 * ranks + 1, 13, 40
         options = {"min_degree": ranks, "alignment": alignment}
         plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=200, **options)
         for rank in range(ranks):
-            with staged_by(stage_rows):
+            with staged_by(stage_tokens):
                 words = schedule_words(
                     plan, 0, rank, comm_type, window_size=window, transport_key=0
                 )

@@ -200,7 +200,7 @@ static void runs_over_entries_become_runs_over_their_launches(void) {
   const int64_t *run = section(launches, HCP_LAUNCHES_OUTPUT_RUNS) + 4;
   CHECK_INT(run[2], 0); /* both are in one launch */
   CHECK_INT(run[3], 6); /* in which row 1 of the second entry is row 6 */
-  CHECK_INT(section(launches, HCP_LAUNCHES_HOME_RUNS)[3], 7);
+  CHECK_INT(section(launches, HCP_LAUNCHES_RETURN_RUNS)[3], 7);
   hcp_table_destroy(launches);
   for (int64_t part = -1; part <= 2; part += 3) {
     keys[0][2] = part;

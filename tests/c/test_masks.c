@@ -122,10 +122,10 @@ static void group_computes_all_pairs(const hcp_plan *plan, int32_t m, const hcp_
     pairs += pairs_computed(schedule, paddings);
     balance +=
         rows_moved(schedule, HCP_SCHEDULE_SENDS) - rows_moved(schedule, HCP_SCHEDULE_RECEIVES);
-    home += rows_moved(schedule, HCP_SCHEDULE_HOME_SENDS) -
-            rows_moved(schedule, HCP_SCHEDULE_HOME_RECEIVES);
+    home += rows_moved(schedule, HCP_SCHEDULE_RETURN_SENDS) -
+            rows_moved(schedule, HCP_SCHEDULE_RETURN_RECEIVES);
     CHECK_INT(rows_moved(schedule, HCP_SCHEDULE_RECEIVES),
-              rows_moved(schedule, HCP_SCHEDULE_HOME_SENDS));
+              rows_moved(schedule, HCP_SCHEDULE_RETURN_SENDS));
     hcp_table_destroy(schedule);
     hcp_layout_destroy(layout);
   }

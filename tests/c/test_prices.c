@@ -151,7 +151,7 @@ static void what_has_no_comm_time_is_refused(void) {
   CHECK_TEXT(err.message, "query has 3 heads, expected a multiple of the 2 of key");
   layer.query_heads = 4;
   hcp_comm_times(plan, 0, 0, &layer, 0, times, &count, &fastest, &err);
-  CHECK_TEXT(err.message, "stage_rows is 0, expected >= 1");
+  CHECK_TEXT(err.message, "stage_tokens is 0, expected >= 1");
   hcp_comm_times(plan, 1, 0, &layer, 1, times, &count, &fastest, &err);
   CHECK_TEXT(err.message, "micro_batch is 1, expected >= 0 and < 1");
   hcp_plan_destroy(plan);

@@ -17,8 +17,8 @@ typedef struct rank_state {
   int32_t wire[ROWS], received[ROWS];
   int32_t parts[PARTS][ROWS];   /* for each entry: queries that met its key rows */
   int32_t part_tokens[PARTS][ROWS];
-  int32_t home_sent[ROWS], home_received[ROWS]; /* summed meetings            */
-  int32_t home_tokens[ROWS];
+  int32_t return_sent[ROWS], return_received[ROWS]; /* summed meetings            */
+  int32_t return_tokens[ROWS];
   int32_t relayed[ROWS], relayed_tokens[ROWS]; /* what goes on to owners in other nodes */
 } rank_state;
 
@@ -28,7 +28,7 @@ enum { SENT_ROWS = RELAY_RECEIVES + 1, RECEIVED_ROWS, KEY_ROWS, RELAYED_ROWS, ST
 
 static rank_state ranks[RANKS];
 static int32_t rank_count;
-static int64_t stage_rows;
+static int64_t stage_tokens;
 static int32_t by_nodes;
 static char met[TOKENS][512]; /* met[query token][key's place in its sequence] */
 
@@ -49,7 +49,7 @@ static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_ty
   int32_t inner = wish;
   CHECK_INT(hcp_layout_create(plan, m, rank, &r->layout, NULL), HCP_OK);
   while (r->layout->degree % inner != 0) inner--;
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_rows, by_nodes,
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_tokens, by_nodes,
                                 &r->schedule, NULL),
             HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
@@ -279,13 +279,13 @@ static void check_runs(const rank_state *r, int32_t s, int64_t rows) {
 
 static void pack_home(rank_state *r) {
   const int64_t *size = section(r->schedule, HCP_SCHEDULE_SIZES);
-  memset(r->home_sent, 0, sizeof r->home_sent);
-  check_runs(r, HCP_SCHEDULE_HOME_RUNS, size[1]);
-  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_HOME_RUNS); i++) {
-    const int64_t *run = section(r->schedule, HCP_SCHEDULE_HOME_RUNS) + 4 * i;
+  memset(r->return_sent, 0, sizeof r->return_sent);
+  check_runs(r, HCP_SCHEDULE_RETURN_RUNS, size[1]);
+  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_RETURN_RUNS); i++) {
+    const int64_t *run = section(r->schedule, HCP_SCHEDULE_RETURN_RUNS) + 4 * i;
     for (int64_t k = 0; k < run[1]; k++) {
-      r->home_sent[run[0] + k] += r->parts[run[2]][run[3] + k];
-      r->home_tokens[run[0] + k] = r->part_tokens[run[2]][run[3] + k];
+      r->return_sent[run[0] + k] += r->parts[run[2]][run[3] + k];
+      r->return_tokens[run[0] + k] = r->part_tokens[run[2]][run[3] + k];
     }
   }
 }
@@ -299,7 +299,7 @@ static void send_home(int32_t from, int32_t sends, const int32_t *sums, const in
     const int64_t *receive = receive_from(to, sends + 1, 0, records(to->schedule, sends + 1), from);
     CHECK(receive != NULL && receive[2] == move[2]);
     for (int64_t k = 0; receive != NULL && k < move[2]; k++) {
-      to->home_received[receive[1] + k] = sums[move[1] + k];
+      to->return_received[receive[1] + k] = sums[move[1] + k];
       to->received[receive[1] + k] = tokens[move[1] + k];
     }
   }
@@ -310,15 +310,15 @@ static void relay_home(rank_state *r) {
   int64_t rows = section(r->schedule, HCP_SCHEDULE_SIZES)[3];
   memset(r->relayed, 0, sizeof r->relayed);
   memset(r->relayed_tokens, -1, sizeof r->relayed_tokens);
-  check_runs(r, HCP_SCHEDULE_HOME_RELAY_RUNS, rows);
-  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_HOME_RELAY_RUNS); i++) {
-    const int64_t *run = section(r->schedule, HCP_SCHEDULE_HOME_RELAY_RUNS) + 4 * i;
+  check_runs(r, HCP_SCHEDULE_RETURN_RELAY_RUNS, rows);
+  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_RETURN_RELAY_RUNS); i++) {
+    const int64_t *run = section(r->schedule, HCP_SCHEDULE_RETURN_RELAY_RUNS) + 4 * i;
     int came = run[2] == HCP_RELAYED_RECEIVED;
     for (int64_t k = 0; k < run[1]; k++) {
-      int32_t of = came ? r->received[run[3] + k] : r->home_tokens[run[3] + k];
+      int32_t of = came ? r->received[run[3] + k] : r->return_tokens[run[3] + k];
       CHECK(r->relayed_tokens[run[0] + k] < 0 || r->relayed_tokens[run[0] + k] == of);
       r->relayed_tokens[run[0] + k] = of;
-      r->relayed[run[0] + k] += came ? r->home_received[run[3] + k] : r->home_sent[run[3] + k];
+      r->relayed[run[0] + k] += came ? r->return_received[run[3] + k] : r->return_sent[run[3] + k];
     }
   }
   for (int64_t row = 0; row < rows; row++) CHECK(r->relayed_tokens[row] >= 0);
@@ -327,10 +327,10 @@ static void relay_home(rank_state *r) {
 static void bring_home(void) {
   for (int32_t k = 0; k < rank_count; k++) pack_home(&ranks[k]);
   for (int32_t k = 0; k < rank_count; k++)
-    send_home(k, HCP_SCHEDULE_HOME_SENDS, ranks[k].home_sent, ranks[k].home_tokens);
+    send_home(k, HCP_SCHEDULE_RETURN_SENDS, ranks[k].return_sent, ranks[k].return_tokens);
   for (int32_t k = 0; k < rank_count; k++) relay_home(&ranks[k]);
   for (int32_t k = 0; k < rank_count; k++)
-    send_home(k, HCP_SCHEDULE_HOME_RELAY_SENDS, ranks[k].relayed, ranks[k].relayed_tokens);
+    send_home(k, HCP_SCHEDULE_RETURN_RELAY_SENDS, ranks[k].relayed, ranks[k].relayed_tokens);
 }
 
 static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask *mask) {
@@ -349,7 +349,7 @@ static void check_stages(const rank_state *r) {
   if (r->layout->degree > 1) {
     CHECK_INT(stages, records(ranks[r->layout->first_rank].schedule, HCP_SCHEDULE_STAGES));
     CHECK(stages >= 2 && stages <= 1 + HCP_SCHEDULE_GATHERS_MAX);
-    CHECK(stages == 2 || (stages - 1) * stage_rows <= tokens);
+    CHECK(stages == 2 || (stages - 1) * stage_tokens <= tokens);
     CHECK(stages <= 1 + r->layout->sequence_count);
   }
   for (int64_t stage = 1; stage < stages; stage++) fetched += stage_of(r, stage)[KEY_ROWS];
@@ -368,7 +368,7 @@ static void check_sums(rank_state *r, const hcp_mask *mask) {
     for (int64_t k = 0; k < run[1]; k++) {
       int32_t owner = home ? r->received[run[3] + k] : r->part_tokens[run[2]][run[3] + k];
       CHECK_INT(owner, r->local[run[0] + k]);
-      sums[run[0] + k] += home ? r->home_received[run[3] + k] : r->parts[run[2]][run[3] + k];
+      sums[run[0] + k] += home ? r->return_received[run[3] + k] : r->parts[run[2]][run[3] + k];
     }
   }
   for (int64_t row = 0; row < r->rows; row++) CHECK_INT(sums[row], queries_that_see(r, row, mask));
@@ -419,7 +419,7 @@ static void count_crossings(const hcp_plan *plan, int64_t *keys, int64_t *gradie
   *keys = *gradients = 0;
   for (int32_t k = 0; k < rank_count; k++) {
     const int32_t sections[] = {HCP_SCHEDULE_SENDS, HCP_SCHEDULE_RELAY_SENDS,
-                                HCP_SCHEDULE_HOME_SENDS, HCP_SCHEDULE_HOME_RELAY_SENDS};
+                                HCP_SCHEDULE_RETURN_SENDS, HCP_SCHEDULE_RETURN_RELAY_SENDS};
     for (int32_t s = 0; s < 4; s++)
       for (int64_t i = 0; i < records(ranks[k].schedule, sections[s]); i++) {
         const int64_t *move = section(ranks[k].schedule, sections[s]) + 3 * i;
@@ -486,7 +486,7 @@ static void every_query_meets_every_key_it_sees_once(void) {
     for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++)
       for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
         hcp_mask mask = draw_mask();
-        stage_rows = draw(0, 1) ? draw(1, 9) : draw(10, 300);
+        stage_tokens = draw(0, 1) ? draw(1, 9) : draw(10, 300);
         run(plan, m, (hcp_comm_type)type, draw(1, RANKS), &mask);
       }
     hcp_plan_destroy(plan);
@@ -512,7 +512,7 @@ static void rows_cross_borders_once(void) {
     by_nodes = 1;
     for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
       hcp_mask mask = draw_mask();
-      stage_rows = draw(0, 1) ? draw(1, 9) : draw(10, 300);
+      stage_tokens = draw(0, 1) ? draw(1, 9) : draw(10, 300);
       run(plan, 0, (hcp_comm_type)type, draw(1, RANKS), &mask);
     }
     by_nodes = 0;
@@ -604,7 +604,7 @@ static void stages_share_no_segment(void) {
   CHECK_INT(hcp_plan_create_from(lengths, 4, &limits, &(hcp_cost){.pair = 1},
                                  &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
             HCP_OK);
-  stage_rows = 8;
+  stage_tokens = 8;
   run(plan, 0, HCP_COMM_ALL_GATHER, 1, &mask);
   hcp_plan_destroy(plan);
 }
@@ -631,7 +631,7 @@ static void bad_requests_are_refused(void) {
             HCP_INVALID);
   CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, 0, &schedule, &err),
             HCP_INVALID);
-  CHECK_TEXT(err.message, "stage_rows is 0, expected >= 1");
+  CHECK_TEXT(err.message, "stage_tokens is 0, expected >= 1");
   CHECK(schedule == NULL);
   CHECK_TEXT(hcp_comm_type_name(HCP_COMM_ALL_GATHER), "all_gather");
   CHECK(hcp_comm_type_name(HCP_COMM_TYPE_COUNT) == NULL);

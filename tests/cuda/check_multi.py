@@ -26,7 +26,7 @@ from support.nodes import rows_needed_elsewhere
 
 import hcp
 from hcp._words import CommType, TransportName
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.tables import Move
@@ -197,7 +197,7 @@ def check_graph() -> int:
     sent = torch.empty(ranks, 3, device="cuda")
     received = torch.empty_like(sent)
     moves = [Move(peer, peer, 1) for peer in range(ranks)]
-    stamp = Stamp(Kind("check"))
+    stamp = Stamp(CallKind("check"))
     transport.start(sent, moves, received, moves, stamp=stamp).wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

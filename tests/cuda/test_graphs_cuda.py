@@ -17,9 +17,9 @@ import torch
 from support.graphs import FixedLayer, difference, layer_of_plan, plans_of_rows
 
 import hcp
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
-from hcp.exchange.tables import Read
+from hcp.exchange.tables import PeerRead
 from hcp.exchange.transport import Share
 
 pytestmark = [
@@ -114,7 +114,7 @@ def test_graphed_callables_of_torch_take_the_handler() -> None:
 # ---- exchanges through peers' memory -------------------------------------------------------------
 
 RANKS, WIDTH, BUFFER_BYTES = 2, 64, 2**22
-KIND = Kind("check")
+KIND = CallKind("check")
 
 
 class TwoRanks:
@@ -150,7 +150,7 @@ class TwoRanks:
                 memory,
                 Share(
                     *(rows, (WIDTH,), torch.float32, whole, [1 - rank]),
-                    [Read([(1 - rank, rows)], both, 2 * rows, [1 - rank])],
+                    [PeerRead([(1 - rank, rows)], both, 2 * rows, [1 - rank])],
                 ),
             )
             for rank, memory in enumerate(self.memories)

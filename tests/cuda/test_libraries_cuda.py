@@ -12,7 +12,7 @@ import torch
 from support.packs import Block, Rows, drawn, errors, exact, packed, results
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, kernels_of
+from hcp.attention.kernels import Kernel, KernelCall, Launch, kernels_of
 
 GPU = torch.device("cuda", 0)
 
@@ -94,7 +94,9 @@ def test_head_sizes_that_a_kernel_takes_give_what_the_formula_gives(
 ) -> None:
     kernel: Any = kernels_of(name, GPU)[0]
     launch, rows = pack_of({"blocks": GAPS, "sizes": sizes, "heads": heads})
-    if not all(kernel.takes(Call(launch, rows.query, rows.value, x, False)) for x in (False, True)):
+    if not all(
+        kernel.takes(KernelCall(launch, rows.query, rows.value, x, False)) for x in (False, True)
+    ):
         pytest.skip("this library has no such size")
     expect_exact(kernel, launch, rows)
 

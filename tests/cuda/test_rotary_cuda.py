@@ -55,7 +55,7 @@ KERNEL = {"youtu"}
 def fused_and_unfused(kind: str, dtype: torch.dtype) -> list[Any]:
     transformers = pytest.importorskip("transformers")
     from hcp.integrations.transformers import register_hcp_attention
-    from hcp.integrations.transformers.rotary import rotator_of
+    from hcp.integrations.transformers.transformers_rotary import rotator_of
 
     torch.manual_seed(7)
     config = transformers.CONFIG_MAPPING[kind](**MODELS[kind])
@@ -129,7 +129,7 @@ def test_scores_of_latent_attention_are_megatrons(
     from megatron.core.models.common.embeddings import rope_utils
 
     from hcp.attention.rotary import Rotary, rotary_of
-    from hcp.integrations.megatron.rotary import LatentRotary, _fused_functions
+    from hcp.integrations.megatron.megatron_rotary import LatentRotary, _fused_functions
 
     passed, rotated, value = sizes
     rows, heads, generator = 50, 3, torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from common.families import BY_NAME
 
-from hcp.tools.programs.data import read_standard_library
+from hcp.tools.programs.text_data import read_standard_library
 
 DOCUMENTS = {"P2": 1200, "P3": 160}
 

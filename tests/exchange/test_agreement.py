@@ -23,7 +23,7 @@ import hcp
 import hcp.exchange.connect
 from hcp.exchange.agreement import (
     FORWARD,
-    Kind,
+    CallKind,
     Recent,
     Refusal,
     Stamp,
@@ -587,7 +587,7 @@ def test_the_build_names_what_ranks_could_differ_in() -> None:
 
 
 def test_calls_of_one_kind_have_tags_of_their_own() -> None:
-    kind = Kind("attention", Origin(7, 1, 0), query="float32 (4, 8)")
+    kind = CallKind("attention", Origin(7, 1, 0), query="float32 (4, 8)")
     stamps = [Stamp(kind, number, passed) for number in range(2000) for passed in range(3)]
     stamps += [Stamp(kind, 1, layer=layer) for layer in (*range(100), "a", "b")]
     assert len({stamp.tag for stamp in stamps}) == len(stamps)
@@ -596,7 +596,7 @@ def test_calls_of_one_kind_have_tags_of_their_own() -> None:
 
 def test_a_device_that_found_another_tag_says_which_call_it_was() -> None:
     recent = Recent(2)
-    kind = Kind("attention", Origin(7, 1, 0))
+    kind = CallKind("attention", Origin(7, 1, 0))
     recent.add(Stamp(kind, 7))
     error = recent.differing(3, Stamp(kind, 7).tag, Stamp(kind, 6).tag)
     words = (
@@ -608,9 +608,9 @@ def test_a_device_that_found_another_tag_says_which_call_it_was() -> None:
 
 
 def test_a_stamp_too_long_for_its_header_still_differs() -> None:
-    calls = [Stamp(Kind("attention", words="x" * 2000), number) for number in (1, 2)]
+    calls = [Stamp(CallKind("attention", words="x" * 2000), number) for number in (1, 2)]
     assert not torch.equal(*map(header_of, calls))
-    one, other = (Stamp(Kind("attention", words="x" * 2000 + end)) for end in "ab")
+    one, other = (Stamp(CallKind("attention", words="x" * 2000 + end)) for end in "ab")
     headers = header_of(one), header_of(other)
     assert not torch.equal(*headers)
     assert [read_header(h)["digest"] for h in headers] == [one.kind.digest, other.kind.digest]
@@ -619,13 +619,13 @@ def test_a_stamp_too_long_for_its_header_still_differs() -> None:
 def test_any_reason_of_a_refusal_fits_its_header() -> None:
     for letter in ('"', "\\", "\x1b", "\n", "é"):
         header = header_of_refusal(Refusal((2**64 - 1, 9, 9, False, 9), letter * 2000))
-        assert header.shape == header_of(Stamp(Kind("attention"))).shape
+        assert header.shape == header_of(Stamp(CallKind("attention"))).shape
         assert "refused" in read_header(header)
 
 
 def test_calls_of_other_operations_are_told_apart_by_name_alone() -> None:
-    one = Stamp(Kind("attention", Origin(7, 1, 0), causal=True), 3, FORWARD).fields
-    other = Stamp(Kind("halo", Origin(7, 1, 0), before=3), 3, FORWARD).fields
+    one = Stamp(CallKind("attention", Origin(7, 1, 0), causal=True), 3, FORWARD).fields
+    other = Stamp(CallKind("halo", Origin(7, 1, 0), before=3), 3, FORWARD).fields
     text = str(differing(0, one, 1, other))
     assert "attention, call 3 of micro-batch 0 in step 1 here, halo, call 3" in text
     assert "causal" not in text

@@ -19,7 +19,7 @@ from hcp import _core
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Launch, join
 from hcp.exchange.layout import Layout, buffer_of
-from hcp.exchange.tables import Entry, Read, Schedule, ScheduleHeader, schedule_words
+from hcp.exchange.tables import Entry, PeerRead, Schedule, ScheduleHeader, schedule_words
 
 
 class Kernel:
@@ -51,7 +51,7 @@ def check(schedule: Schedule, packs: bool) -> None:
 
 def check_reads(schedule: Schedule, made: Launches, wanted: slow.Launches) -> None:
     reads = slow.reads_of(schedule)
-    found: list[Read] = [read for read in reads if read is not None]
+    found: list[PeerRead] = [read for read in reads if read is not None]
     assert plain(made.reads) == plain(reads)
     assert plain(made.read_of_all) == plain(slow.read_of_all(found))
     cuts = slow.key_cuts_of_all(reads, wanted.key_cuts)
@@ -140,8 +140,8 @@ def test_a_total_takes_outputs_of_three_stages_where_more_than_five_compute() ->
 
 
 def test_reads_become_one_with_the_rows_of_one_after_the_others() -> None:
-    first = Read([(1, 5), (4, 6)], torch.tensor([[0, 2, 1, 3], [2, 1, 0, 4]]), 3, [1])
-    second = Read([(0, 7), (4, 6)], torch.tensor([[0, 4, 0, 1], [4, 1, 1, 0]]), 5, [0, 4])
+    first = PeerRead([(1, 5), (4, 6)], torch.tensor([[0, 2, 1, 3], [2, 1, 0, 4]]), 3, [1])
+    second = PeerRead([(0, 7), (4, 6)], torch.tensor([[0, 4, 0, 1], [4, 1, 1, 0]]), 5, [0, 4])
     read = slow.read_of_all([first, second])
     assert read.owners == [(0, 7), (1, 5), (4, 6)]
     assert read.runs.tolist() == [[0, 2, 2, 3], [2, 1, 1, 4], [3, 4, 0, 1], [7, 1, 2, 0]]

@@ -19,7 +19,7 @@ from support.cases import Case, dispatched, loopback_error, staged_by
 from support.mapped import MixedLoopback
 
 import hcp
-from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.agreement import CallKind, Stamp
 from hcp.exchange.mailbox import rounds_of
 from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.nccl import NcclTransport
@@ -56,7 +56,7 @@ def test_attention_over_nodes_equals_one_rank(
     case = Case((97, 40, 9), 6, min_degree=6, comm_type=comm_type, sharing=True, node=planned)
     assert loopback_error(case) <= 1e-10
     windowed = replace(case, causal=False, window=(9, 2), sinks=True, lse=True, value_dim=5)
-    assert loopback_error(replace(windowed, stage_rows=20, dtype="float64")) <= 1e-10
+    assert loopback_error(replace(windowed, stage_tokens=20, dtype="float64")) <= 1e-10
 
 
 @pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
@@ -126,7 +126,7 @@ def test_rows_of_any_kind_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int
                 dtype
             )
             sends, receives = ends(rows, transport.rank)
-            stamp = Stamp(Kind("a test"), step)
+            stamp = Stamp(CallKind("a test"), step)
             transport.start(sent, sends, received, receives, stamp=stamp).wait()
             seen = transport.all_gather_bytes(
                 sent.contiguous().view(torch.uint8).numpy().tobytes(), "rows"
@@ -154,7 +154,7 @@ def test_rows_that_begin_inside_a_word_arrive(skipped: int) -> None:
         received = torch.zeros(3, 4, dtype=torch.bfloat16)
         peer = transport.rank ^ 1
         ends = [Move(peer, 0, 3)], received, [Move(peer, 0, 3)]
-        transport.start(sent, *ends, stamp=Stamp(Kind("a test"), 1)).wait()
+        transport.start(sent, *ends, stamp=Stamp(CallKind("a test"), 1)).wait()
         assert torch.equal(received, sent + 16 * (peer - transport.rank))
 
     hcp.loopback(2, exchange, sharing=True)
@@ -275,7 +275,7 @@ def exchange_once(stamps: Callable[[int], Stamp | None]) -> None:
 
 
 def test_a_rank_of_the_node_in_another_call_is_found_before_its_rows_are_used() -> None:
-    kinds = [Stamp(Kind("a test"), number) for number in (1, 1, 1, 2)]
+    kinds = [Stamp(CallKind("a test"), number) for number in (1, 1, 1, 2)]
     with pytest.raises(hcp.HcpError, match=r"is in another call|call differs"):
         exchange_once(lambda rank: kinds[rank])
 
@@ -283,7 +283,7 @@ def test_a_rank_of_the_node_in_another_call_is_found_before_its_rows_are_used() 
 def test_a_rank_that_does_not_come_is_named_in_its_node(mixed: Any) -> None:
     mixed.timeout = 0.2
     with pytest.raises(hcp.HcpError, match=r"rank 2: rank 3 has not come .* within 0\.2 s"):
-        exchange_once(lambda rank: None if rank == 3 else Stamp(Kind("a test"), 1))
+        exchange_once(lambda rank: None if rank == 3 else Stamp(CallKind("a test"), 1))
 
 
 def test_a_row_larger_than_a_mailbox_is_refused_with_what_would_do(mixed: Any) -> None:
@@ -293,7 +293,7 @@ def test_a_row_larger_than_a_mailbox_is_refused_with_what_would_do(mixed: Any) -
         transport = groups.transport
         sent, received = torch.zeros(3, 1024, dtype=torch.float64), torch.zeros(3, 1024).double()
         moves = [Move(peer, peer, 1) for peer in range(3)]
-        transport.start(sent, moves, received, moves, stamp=Stamp(Kind("a test"), 1)).wait()
+        transport.start(sent, moves, received, moves, stamp=Stamp(CallKind("a test"), 1)).wait()
 
     expected = r"a row has 8192 bytes, expected <= 4096.* peer_buffer_bytes=(\d+) or more"
     with pytest.raises(ValueError, match=expected) as error:
@@ -344,7 +344,7 @@ MOVES = [Move(0, 0, 1), Move(2, 1, 1)]
 
 
 def test_a_rank_alone_in_its_node_sends_all_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    far, rows, stamp = Far(monkeypatch), torch.zeros(2, 8), Stamp(Kind("a test"))
+    far, rows, stamp = Far(monkeypatch), torch.zeros(2, 8), Stamp(CallKind("a test"))
     transport = MixedTransport(None, [[0], [1], [2, 3]], timeout=9.0)  # type: ignore[arg-type]
     assert transport.node == [1]
     assert not read_in_place(transport, [0, 1])
@@ -360,7 +360,7 @@ def test_a_rank_of_a_node_splits_exchanges_and_reports_what_fails_in_the_node(
     monkeypatch.setattr(
         MixedTransport, "_map", lambda transport, *given: made.append(given) or near
     )
-    rows, stamp = torch.zeros(2, 8), Stamp(Kind("a test"))
+    rows, stamp = torch.zeros(2, 8), Stamp(CallKind("a test"))
     group: Any = None
     transport = MixedTransport(group, [[0, 1], [2, 3]], buffer_bytes=7, timeout=9.0)
     assert made == [(7, 9.0)]

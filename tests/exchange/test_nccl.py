@@ -23,14 +23,14 @@ from torch import Tensor
 
 import hcp
 from hcp.exchange import nccl
-from hcp.exchange.agreement import Kind, Recent, Stamp
+from hcp.exchange.agreement import CallKind, Recent, Stamp
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
-from hcp.exchange.torch_p2p import Board, Stamps
+from hcp.exchange.torch_p2p import FailureMessages, Stamps
 
 TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
 """The moves of rank 1, which sends a row to itself."""
-STAMP = Stamp(Kind("a call"), 3)
+STAMP = Stamp(CallKind("a call"), 3)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def made(
     transport.streams = [transport.stream]
     transport.stamps, transport._recent = Stamps(1), Recent(1)
     transport._stamps = torch.zeros(5, dtype=torch.int64)
-    transport.board = Board(group, 1)
+    transport.failure_messages = FailureMessages(group, 1)
     transport._failure, transport._backend = None, Backend(transport)
     transport._watch = nccl._Watch(timeout, nccl.weakref.ref(transport))
     return transport
@@ -252,7 +252,7 @@ def test_a_lock_that_a_thread_holds_while_it_hangs_does_not_keep_what_hangs(
     ended = threading.Event()
     transport = made(group, monkeypatch, timeout=0.05)
     if held == "store":
-        monkeypatch.setattr(transport.board, "said", lambda peers: str(ended.wait(60)))
+        monkeypatch.setattr(transport.failure_messages, "said", lambda peers: str(ended.wait(60)))
     else:
         handler = logging.NullHandler()
         monkeypatch.setattr(handler, "handle", lambda record: ended.wait(60))

@@ -14,7 +14,7 @@ from support.payload_tables import Drawn, by_sequence, draw_payload, listed, res
 import hcp
 from hcp import _core
 from hcp.exchange.layout import Layout
-from hcp.exchange.payloads import SPLITS, Split, Takers
+from hcp.exchange.payload_splits import SPLITS, Split, Takers
 from hcp.exchange.tables import Route
 from hcp.planning.plan import Group
 

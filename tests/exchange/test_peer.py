@@ -22,10 +22,10 @@ from support.mapped import MappedTransport
 import hcp
 import hcp.exchange.tables
 from hcp.attention import key_transfer
-from hcp.exchange.agreement import Kind, Recent, Stamp
+from hcp.exchange.agreement import CallKind, Recent, Stamp
 from hcp.exchange.peer import PeerMemory
-from hcp.exchange.tables import Read
-from hcp.exchange.torch_p2p import Board
+from hcp.exchange.tables import PeerRead
+from hcp.exchange.torch_p2p import FailureMessages
 from hcp.exchange.transport import Share
 
 loopback_module = sys.modules["hcp.tools.loopback"]
@@ -45,11 +45,11 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-@pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
+@pytest.mark.parametrize("stage_tokens", [20, hcp.exchange.tables.STAGE_TOKENS])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
 @pytest.mark.usefixtures("at_once")
-def test_attention_over_halves_equals_one_rank(comm_type: str, stage_rows: int) -> None:
-    case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_rows=stage_rows)
+def test_attention_over_halves_equals_one_rank(comm_type: str, stage_tokens: int) -> None:
+    case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_tokens=stage_tokens)
     case = replace(case, sharing=True, sinks=True, lse=True, value_dim=16)
     assert loopback_error(case) <= 1e-10
 
@@ -121,14 +121,14 @@ def test_halves_and_stamps_that_a_graph_keeps_serve_any_number_of_exchanges(
 ) -> None:
     """As when it is replayed, other exchanges between: nothing but the counts differs."""
     rows, width, ranks = 9, 3, 3
-    kind = Kind("check")
+    kind = CallKind("check")
 
     def work(groups: Any) -> None:
         transport = groups.transport
         others = [peer for peer in range(ranks) if peer != transport.rank]
         whole = torch.tensor([[0, rows, 0, 0]])
         runs = torch.tensor([[part * rows, rows, part, 0] for part in range(ranks)])
-        read = Read([(peer, rows) for peer in others], runs, ranks * rows, others)
+        read = PeerRead([(peer, rows) for peer in others], runs, ranks * rows, others)
         shared = transport.share(Share(rows, (width,), torch.float64, whole, others, [read]))
         pause, total = Random(transport.rank), 0
         own = torch.empty(rows, width, dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_a_handler_of_fixed_capacity_reads_the_bits_that_it_is_sent() -> None:
 
 
 def test_calls_of_captures_are_remembered_for_good() -> None:
-    recent, kind = Recent(0), Kind("check")
+    recent, kind = Recent(0), CallKind("check")
     recent.add(Stamp(kind, 1), kept=True)
     for number in range(2, 5000):
         recent.add(Stamp(kind, number))
@@ -191,11 +191,15 @@ def test_a_rank_that_does_not_come_is_named(mapped: type, monkeypatch: pytest.Mo
 def test_a_rank_that_calls_differently_is_named(
     mapped: type, monkeypatch: pytest.MonkeyPatch, says: bool
 ) -> None:
-    """The error in words, if the ranks have a board to say them."""
-    board = SimpleNamespace(group_name="words")
+    """The error in words, if the ranks have failure messages to say them."""
+    failure_messages = SimpleNamespace(group_name="words")
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(Board, "_store", store)
-    monkeypatch.setattr(mapped, "board", lambda rank: Board(board, rank) if says else None)
+    monkeypatch.setattr(FailureMessages, "_store", store)
+    monkeypatch.setattr(
+        mapped,
+        "failure_messages",
+        lambda rank: FailureMessages(failure_messages, rank) if says else None,
+    )
     words = (
         r".*softmax_scale differs: \d.0 on rank \d, \d.0 on rank \d"
         if says

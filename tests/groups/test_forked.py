@@ -68,7 +68,7 @@ def calls_of(rank: int, size: int) -> dict[str, Any]:
         "build": lambda: hcp.build_process_groups(cp=1),
         "resize": lambda: groups.with_context_parallel(size),
         "existing": lambda: hcp.ProcessGroups.from_existing({"dp_cp": dist.group.WORLD}),
-        "lane": lambda: groups.planning_lane(),
+        "thread": lambda: groups.planning_thread(),
         "warm-up": groups.warm_up,
         "close": groups.close,
     }

@@ -238,7 +238,7 @@ def test_bridges_own_option_names_the_layout():
 
 
 def test_one_callback_of_hcp_takes_part_in_a_run():
-    from hcp.integrations.megatron.bridge.seams import _callback_of
+    from hcp.integrations.megatron.bridge.bridge_seams import _callback_of
 
     def manager(*callbacks):
         events = [each.on_eval_start for each in callbacks]

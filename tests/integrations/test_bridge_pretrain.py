@@ -4,9 +4,9 @@ import functools
 import re
 
 import pytest
-from support.board import check
 from support.examples import EXAMPLES
 from support.ranks import run_module
+from support.tensorboard_writer import check
 
 from hcp._versions import installed
 from hcp.integrations.megatron import EvalContextParallel

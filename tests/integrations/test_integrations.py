@@ -149,11 +149,13 @@ def test_transformers_without_accelerate_says_what_to_install(tmp_path):
 
 def test_transformer_engine_that_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.delitem(sys.modules, "hcp.integrations.transformer_engine.handler", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "hcp.integrations.transformer_engine.transformer_engine_handler", raising=False
+    )
     with pytest.raises(
         ImportError, match=r"transformer_engine cannot be imported .*: python -m pip install"
     ):
-        importlib.import_module("hcp.integrations.transformer_engine.handler")
+        importlib.import_module("hcp.integrations.transformer_engine.transformer_engine_handler")
 
 
 SEAM = "textwrap:TextWrapper.fill(text)"

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from support.board import METRICS
 from support.finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
 from support.ranks import run_ranks
+from support.tensorboard_writer import METRICS
 
 import hcp
 

@@ -22,13 +22,13 @@ import hcp.step.backends
 from hcp.attention.kernels import KernelFamily
 from hcp.integrations.megatron import (
     add_megatron_arguments,
-    backends,
+    attention_backend,
     config_from_args,
     versions,
 )
-from hcp.integrations.megatron.backends import backend_of
-from hcp.integrations.megatron.checks import check_experts
-from hcp.integrations.megatron.program import arguments
+from hcp.integrations.megatron.attention_backend import backend_of
+from hcp.integrations.megatron.megatron_checks import check_experts
+from hcp.integrations.megatron.program import program_arguments
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
@@ -221,8 +221,10 @@ def megatrons_parser():
 
 
 def test_every_value_of_megatrons_has_a_backend_or_a_refusal():
-    assert {of.name for of in AttnBackend} == {*backends.BACKENDS} | {*backends.REFUSED}
-    assert {*map(backend_of, backends.BACKENDS)} <= {*hcp.step.backends.BACKENDS}
+    assert {of.name for of in AttnBackend} == {*attention_backend.BACKENDS} | {
+        *attention_backend.REFUSED
+    }
+    assert {*map(backend_of, attention_backend.BACKENDS)} <= {*hcp.step.backends.BACKENDS}
 
 
 @needs_megatron
@@ -285,9 +287,9 @@ def test_attention_backends_of_megatrons_without_a_counterpart_are_refused(name)
 
 def test_a_backend_of_hcps_is_its_own_name_in_megatrons_program():
     flags = ["--max-seqlen-per-dp-cp-rank", "160", "--max-length", "160", "--attention-backend"]
-    assert arguments.parse_args([*flags, "torch"]).config.attention_backend == "torch"
+    assert program_arguments.parse_args([*flags, "torch"]).config.attention_backend == "torch"
     with pytest.raises(ValueError, match="attention_backend is 'magi', expected one of auto"):
-        arguments.parse_args([*flags, "magi"])
+        program_arguments.parse_args([*flags, "magi"])
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_megatrons_names_of_schedulers_are_taken_by_every_parser(name, expected)
     assert hcp.Config.from_args(plain).sequence_packing_scheduler == expected
     added = add_megatron_arguments(argparse.ArgumentParser()).parse_args(flags)
     assert config_from_args(added).sequence_packing_scheduler == expected
-    own = arguments.parse_args([*flags, "--max-length", "160"])
+    own = program_arguments.parse_args([*flags, "--max-length", "160"])
     assert own.config.sequence_packing_scheduler == expected
     assert hcp.Config(8, sequence_packing_scheduler=name).sequence_packing_scheduler == expected
     both = ["--dynamic-context-parallel", *flags]

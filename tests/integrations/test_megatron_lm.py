@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.board import check
+from support.tensorboard_writer import check
 
 from hcp.integrations.megatron.lm import dev
 from hcp.integrations.megatron.lm import flags as lm_flags

@@ -6,7 +6,7 @@ import weakref
 import torch
 
 import hcp
-from hcp.integrations.rotary import once, place_of
+from hcp.integrations.unrotated import once, place_of
 
 
 def handlers(count):

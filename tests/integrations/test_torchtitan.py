@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.board import check
 from support.ranks import run_ranks
+from support.tensorboard_writer import check
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make test-trainers", allow_module_level=True)
@@ -31,14 +31,14 @@ from torchtitan.trainer import Trainer
 
 import hcp
 from hcp.attention.rotary import Rotary, rotate_by_torch
-from hcp.integrations.rotary import take_rotary
 from hcp.integrations.torchtitan import (
     PackedAttention,
     PackedContextParallel,
     check_supported,
 )
 from hcp.integrations.torchtitan.batches import documents_of
-from hcp.integrations.torchtitan.rotary import HcpComplexRoPE, by_hcp
+from hcp.integrations.torchtitan.torchtitan_rotary import HcpComplexRoPE, by_hcp
+from hcp.integrations.unrotated import take_rotary
 
 pytestmark = pytest.mark.timeout(600)
 

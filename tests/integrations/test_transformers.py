@@ -19,9 +19,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.board import check
 from support.finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
 from support.ranks import run_alone, run_ranks, try_ranks
+from support.tensorboard_writer import check
 from support.walks import walk_of
 
 import hcp
@@ -595,7 +595,7 @@ def computed(model, plan, comm_type="p2p"):
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kind):
-    from hcp.integrations.transformers.rotary import rotator_of
+    from hcp.integrations.transformers.transformers_rotary import rotator_of
 
     model = build(kind, **FUSED[kind]).double()
     fused, unfused = (rotating(model, fused_rope) for fused_rope in (True, False))
@@ -669,7 +669,7 @@ def latent_or_not(model, fused_rope, send_latents):
 
 @pytest.mark.parametrize("kind", PARTLY)
 def test_rotation_by_the_kernel_is_the_models_own_at_any_degree_and_comm_type(kind):
-    from hcp.integrations.transformers.rotary import rotator_of
+    from hcp.integrations.transformers.transformers_rotary import rotator_of
 
     family, options = PARTLY[kind]
     model, lengths = with_norms_of_its_dtype(build(family, **options).double()), [21, 5, 12]
@@ -692,7 +692,7 @@ def test_rotation_by_the_kernel_is_the_models_own_at_any_degree_and_comm_type(ki
 
 def test_the_kernel_rotates_a_part_of_each_query_and_one_key_of_a_row(monkeypatch):
     from hcp.attention.rotary import Rotary
-    from hcp.integrations.transformers.rotary import Form
+    from hcp.integrations.transformers.transformers_rotary import Form
 
     fused = rotating(build("deepseek_v3"), True)
     shapes, made = [], []
@@ -797,7 +797,7 @@ def test_a_layer_that_computes_with_keys_expands_them_itself(caplog, monkeypatch
 
 
 def test_a_model_that_rotates_otherwise_rotates_itself(caplog):
-    from hcp.integrations.transformers.rotary import rotator_of
+    from hcp.integrations.transformers.transformers_rotary import rotator_of
 
     caplog.set_level(logging.INFO, "hcp")
     assert rotator_of(rotating(build("nanochat"), True)) == "model"
@@ -814,7 +814,7 @@ def test_a_model_that_rotates_otherwise_rotates_itself(caplog):
 
 def test_one_model_is_fused_and_another_of_its_kind_is_not():
     """They share the function of their module."""
-    from hcp.integrations.transformers.rotary import let_model_rotate, rotator_of
+    from hcp.integrations.transformers.transformers_rotary import let_model_rotate, rotator_of
 
     model, tokens = build("llama"), documents([12])[0]["input_ids"][None]
     before = model(tokens, use_cache=False).logits
@@ -844,7 +844,7 @@ def test_a_fused_model_that_was_pickled_is_fused(monkeypatch):
 
 
 def test_a_layer_that_changes_one_of_both_is_refused():
-    from hcp.integrations.rotary import Unrotated, take_rotary
+    from hcp.integrations.unrotated import Unrotated, take_rotary
 
     rows, cp = torch.zeros(2, 1, 4), object()
     handed = Unrotated(rows, lambda cp: None)
@@ -865,7 +865,7 @@ def halves(q, k, cos, sin):
 
 
 def test_the_form_of_a_function_is_found_or_refused():
-    from hcp.integrations.transformers.rotary import FORMS, UnknownRotaryError, form_of
+    from hcp.integrations.transformers.transformers_rotary import FORMS, UnknownRotaryError, form_of
 
     assert form_of(halves, 8, 8, 8) == FORMS[0]
     wrong = {
@@ -905,7 +905,7 @@ def numbers(q, k, table):
 
 
 def test_forms_say_the_order_of_pairs_and_where_rows_are():
-    from hcp.integrations.transformers.rotary import UnknownRotaryError, form_of
+    from hcp.integrations.transformers.transformers_rotary import UnknownRotaryError, form_of
 
     form = form_of(gathered, 8, 8, 8)
     assert (form.interleaved, form.gathered, form.rows_first) == (False, True, False)
@@ -920,7 +920,7 @@ def test_forms_say_the_order_of_pairs_and_where_rows_are():
 
 
 def marked(rotator, *tables):
-    from hcp.integrations.transformers.rotary import _Marked
+    from hcp.integrations.transformers.transformers_rotary import _Marked
 
     plan = hcp.plan([5], ranks=1, max_tokens_per_rank=5)
     (cp,) = hcp.loopback(1, lambda groups: hcp.ContextParallelHandler(plan, 0, groups.transport))
@@ -929,7 +929,7 @@ def marked(rotator, *tables):
 
 def test_a_function_with_marked_tables_gives_its_own_elements():
     """Whatever a layer does with them then."""
-    from hcp.integrations.transformers.rotary import _by_hcp
+    from hcp.integrations.transformers.transformers_rotary import _by_hcp
 
     drawn = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 1, 5, 8, generator=drawn, dtype=torch.float64)
@@ -948,7 +948,7 @@ def test_a_function_with_marked_tables_gives_its_own_elements():
 
 
 def test_a_function_with_other_rows_or_tables_than_marked_ones_is_refused():
-    from hcp.integrations.transformers.rotary import UnknownRotaryError, _by_hcp
+    from hcp.integrations.transformers.transformers_rotary import UnknownRotaryError, _by_hcp
 
     cos, rows = torch.zeros(1, 5, 8), torch.zeros(1, 2, 5, 8)
     kernel, attention = marked("kernel", cos, cos), marked("attention", cos, cos)

@@ -21,7 +21,7 @@ from hcp.integrations.transformers import (
     causal_lm_sample,
     register_hcp_attention,
 )
-from hcp.integrations.transformers.rotary import rotator_of
+from hcp.integrations.transformers.transformers_rotary import rotator_of
 
 LENGTHS = (21, 5, 40)
 pytestmark = pytest.mark.skipif(

@@ -8,10 +8,10 @@ from importlib import metadata
 
 import pytest
 import torch
-from support.board import METRICS, check
 from support.examples import example
 from support.finetuning import as_torchrun
 from support.ranks import run_ranks
+from support.tensorboard_writer import METRICS, check
 
 import hcp
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.cost import PRICES, TIMES, Table
+from hcp.planning.cost import PRICES, TIMES, TimeTable
 from hcp.tools.presets import PRESETS
 from hcp.tools.rates import rates_of
 
@@ -159,7 +159,7 @@ def test_a_saved_table_makes_the_same_plan(tmp_path: Path) -> None:
 
 def saved(path: Path, **changes: Any) -> Path:
     """A good file with entries changed by dotted name; None takes the entry out."""
-    cost = hcp.CostModel(table=Table((10, 20), (1, 2), (4, 3, 8, 5)), unit=1e-9)
+    cost = hcp.CostModel(table=TimeTable((10, 20), (1, 2), (4, 3, 8, 5)), unit=1e-9)
     cost.save(path, {})
     data = json.loads(path.read_text())
     for name, value in changes.items():
@@ -210,15 +210,15 @@ def test_a_wrong_file_is_refused_with_its_name_and_entry(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (5, "cost.table is 5, expected an hcp.planning.cost.Table"),
+        (5, "cost.table is 5, expected an hcp.planning.cost.TimeTable"),
         (
             ((5,), (1,), (2,)),
-            "cost.table is ((5,), (1,), (2,)), expected an hcp.planning.cost.Table",
+            "cost.table is ((5,), (1,), (2,)), expected an hcp.planning.cost.TimeTable",
         ),
-        (Table((5,), (1,), ()), "table.times has 0 entries, expected lengths * degrees = 1"),
-        (Table((5, 5), (1,), (2, 2)), "table.lengths is (5, 5), expected ascending integers"),
-        (Table((5,), (0,), (2,)), "table.degrees[0] is 0, expected an integer >= 1"),
-        (Table((5,), (1,), (2.5,)), "table.times[0] is 2.5, expected an integer >= 1"),
+        (TimeTable((5,), (1,), ()), "table.times has 0 entries, expected lengths * degrees = 1"),
+        (TimeTable((5, 5), (1,), (2, 2)), "table.lengths is (5, 5), expected ascending integers"),
+        (TimeTable((5,), (0,), (2,)), "table.degrees[0] is 0, expected an integer >= 1"),
+        (TimeTable((5,), (1,), (2.5,)), "table.times[0] is 2.5, expected an integer >= 1"),
     ],
 )
 def test_a_wrong_table_is_refused_where_it_is_given(table: Any, message: str) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import hcp
 from hcp import _core
 from hcp.exchange.layout import Layout
-from hcp.planning.cost import Table
+from hcp.planning.cost import TimeTable
 from hcp.planning.limits import Limits
 from hcp.planning.plan import Group
 from hcp.tools.check import check_plan
@@ -304,7 +304,7 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         ({"effort": 2**40}, ValueError, rf"^effort is {2**40}, expected -2\^31 to 2\^31 - 1"),
         ({"effort": 1.0}, ValueError, r"^effort is 1\.0, expected an integer"),
         (
-            {"cost": hcp.CostModel(table=Table((5,), (1,), (2**63,)))},
+            {"cost": hcp.CostModel(table=TimeTable((5,), (1,), (2**63,)))},
             ValueError,
             r"table.times\[0\] is 9223372036854775808, expected",
         ),
@@ -328,7 +328,7 @@ CALLS: dict[str, Callable[[_core.Plan, Any], object]] = {
     "inner": lambda core, big: core.schedule(0, 0, "p2p", big, -1, 0, 1),
     "left": lambda core, big: core.schedule(0, 0, "p2p", 1, big, 0, 1),
     "right": lambda core, big: core.schedule(0, 0, "p2p", 1, -1, big, 1),
-    "stage_rows": lambda core, big: core.schedule(0, 0, "p2p", 1, -1, 0, big),
+    "stage_tokens": lambda core, big: core.schedule(0, 0, "p2p", 1, -1, 0, big),
     "first": lambda core, big: core.route_dispatch([0, 1], 0, big, 1, False),
     "count": lambda core, big: core.route_dispatch([0, 1], 0, 0, big, False),
     "shift": lambda core, big: core.route_roll(0, 0, big),

@@ -449,9 +449,9 @@ def test_doctor_says_what_works_here_and_why_the_rest_does_not(capsys: Capture) 
     assert len(kernels) <= 4, "as many lines as there are findings, and not as kernels"
 
 
-CPU = doctor.Finding("devices", "CPU", "x86_64, 2 cores for this process", True)
+CPU = doctor.Diagnosis("devices", "CPU", "x86_64, 2 cores for this process", True)
 DRIVEN = [
-    doctor.Finding("devices", f"GPU {i}", "NVIDIA H200, 143771 MiB, driver 580", True)
+    doctor.Diagnosis("devices", f"GPU {i}", "NVIDIA H200, 143771 MiB, driver 580", True)
     for i in range(2)
 ]
 
@@ -460,44 +460,44 @@ DRIVEN = [
     ("findings", "says"),
     [
         (
-            [CPU, doctor.Finding("devices", "GPU", "no driver is installed here", False)],
+            [CPU, doctor.Diagnosis("devices", "GPU", "no driver is installed here", False)],
             "works here on CPUs. It uses no GPU: no driver is installed here",
         ),
         (
-            [CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "0 of 2 GPUs", False)],
+            [CPU, *DRIVEN, doctor.Diagnosis("devices", "torch sees", "0 of 2 GPUs", False)],
             "works here on CPUs. It uses no GPU: 0 of 2 GPUs",
         ),
         (
-            [CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "2 of 2 GPUs", True)],
+            [CPU, *DRIVEN, doctor.Diagnosis("devices", "torch sees", "2 of 2 GPUs", True)],
             "works here on CPUs; --probe also tries each GPU. torch sees 2 of 2 GPUs (NVIDIA H200)",
         ),
         (
             [
-                *(CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "2 of 2 GPUs", True)),
-                doctor.Finding("trial", "GPU 0, float32", "3 ranks equal one", True),
+                *(CPU, *DRIVEN, doctor.Diagnosis("devices", "torch sees", "2 of 2 GPUs", True)),
+                doctor.Diagnosis("trial", "GPU 0, float32", "3 ranks equal one", True),
             ],
             "works here on CPUs and on each GPU. torch sees 2 of 2 GPUs (NVIDIA H200)",
         ),
         (
-            [CPU, doctor.Finding("trial", "CPU, float64", "3 ranks differ from one", False)],
+            [CPU, doctor.Diagnosis("trial", "CPU, float64", "3 ranks differ from one", False)],
             "does not work here. CPU, float64: 3 ranks differ from one",
         ),
         (
-            [doctor.Finding("versions", "torch", doctor.NO_TORCH, False)],
+            [doctor.Diagnosis("versions", "torch", doctor.NO_TORCH, False)],
             f"does not work here. torch: {doctor.NO_TORCH}",
         ),
     ],
 )
-def test_doctor_begins_with_one_line(findings: list[doctor.Finding], says: str) -> None:
+def test_doctor_begins_with_one_line(findings: list[doctor.Diagnosis], says: str) -> None:
     assert doctor.summary(findings) == f"hcp {hcp.__version__} {says}"
 
 
 def test_doctor_names_the_kernels_that_differ_from_the_rest() -> None:
-    built = [doctor.Finding("kernels", f"{name}, CPU", "built in", True) for name in "abcd"]
-    lacking = doctor.Finding("kernels", "between, CPU", "there is none", None)
+    built = [doctor.Diagnosis("kernels", f"{name}, CPU", "built in", True) for name in "abcd"]
+    lacking = doctor.Diagnosis("kernels", "between, CPU", "there is none", None)
     assert [*doctor.folded([*built, lacking])] == [
-        doctor.Finding("kernels", "CPU", "4 kernels: built in", True),
-        doctor.Finding("kernels", "CPU", "between: there is none", None),
+        doctor.Diagnosis("kernels", "CPU", "4 kernels: built in", True),
+        doctor.Diagnosis("kernels", "CPU", "between: there is none", None),
     ]
 
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcp.tools.programs import data
+from hcp.tools.programs import text_data
 
 CPU = torch.device("cpu")
 
 
 def corpus_of(path, max_length=100, eval_documents=1, seed=0, **options):
-    return data.load_corpus(
+    return text_data.load_corpus(
         str(path), max_length=max_length, eval_documents=eval_documents, seed=seed, **options
     )
 
@@ -32,14 +32,14 @@ def test_a_folder_is_read_by_path_and_what_is_left_out_is_counted(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "picture").write_bytes(b"\x89PNG\0")
     (tmp_path / ".hidden").write_bytes(b"no")
-    texts = data.read_texts(tmp_path)
+    texts = text_data.read_texts(tmp_path)
     assert texts.texts == ["zwei, drei: \u00e4\u20ac\U0001f600".encode(), b"one"]
     assert (texts.files, dict(texts.skipped)) == (4, {"empty": 1, "not text": 1})
 
 
 def test_text_in_another_encoding_is_read_as_it_is(tmp_path):
     (tmp_path / "latin").write_bytes("d\u00e9j\u00e0 vu".encode("latin-1"))
-    assert data.read_texts(tmp_path).texts == [b"d\xe9j\xe0 vu"]
+    assert text_data.read_texts(tmp_path).texts == [b"d\xe9j\xe0 vu"]
 
 
 def test_a_text_file_is_one_text(tmp_path):
@@ -73,7 +73,7 @@ def test_json_lines_give_a_text_each(tmp_path):
         {"text": "\u00fc"},
     ]
     path.write_text("\n\n".join(json.dumps(record) for record in records) + "\n")
-    texts = data.read_texts(path)
+    texts = text_data.read_texts(path)
     assert texts.texts == [b"a\nb", b"\xed\xa0\x80 half a pair", b"\xc3\xbc"]
     assert dict(texts.skipped) == {"empty": 1}
 
@@ -129,7 +129,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 
 def test_the_standard_library_is_there():
-    corpus = data.load_corpus(None, max_length=4096, eval_documents=37, seed=0)
+    corpus = text_data.load_corpus(None, max_length=4096, eval_documents=37, seed=0)
     assert len(corpus.validation) == 37
     assert corpus.longest == 4096
     assert corpus.texts.files > 100
@@ -144,14 +144,14 @@ def test_the_standard_library_is_there():
     [(0, [1]), (8, [9]), (9, [10]), (10, [10, 1]), (11, [10, 2]), (19, [10, 10])],
 )
 def test_a_text_is_split_at_max_length_and_its_end_counts(size, lengths):
-    documents = data.split_text(b"x" * size, 10)
+    documents = text_data.split_text(b"x" * size, 10)
     assert [document.length for document in documents] == lengths
     assert [document.ends for document in documents] == [False] * (len(lengths) - 1) + [True]
 
 
 @given(st.binary(max_size=200), st.integers(2, 50))
 def test_splitting_loses_nothing(text, max_length):
-    documents = data.split_text(text, max_length)
+    documents = text_data.split_text(text, max_length)
     assert text_of(documents) == text
     assert sum(document.length for document in documents) == len(text) + 1
     assert all(1 <= document.length <= max_length for document in documents)
@@ -160,14 +160,14 @@ def test_splitting_loses_nothing(text, max_length):
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 40), st.integers(0, 3))
 def test_exactly_as_many_documents_are_held_out_as_asked_and_none_is_lost(sizes, count, seed):
     parts = [
-        [data.Document(f"{i}.{j}".encode(), True) for j in range(size)]
+        [text_data.Document(f"{i}.{j}".encode(), True) for j in range(size)]
         for i, size in enumerate(sizes)
     ]
     if sum(sizes) <= count:
         with pytest.raises(ValueError, match=f"{sum(sizes)} documents - {count} held out"):
-            data.hold_out(parts, count, seed)
+            text_data.hold_out(parts, count, seed)
         return
-    training, validation = data.hold_out(parts, count, seed)
+    training, validation = text_data.hold_out(parts, count, seed)
     assert len(validation) == count
     assert sorted(d.text for d in training + validation) == sorted(
         d.text for part in parts for d in part
@@ -176,8 +176,8 @@ def test_exactly_as_many_documents_are_held_out_as_asked_and_none_is_lost(sizes,
 
 @given(st.binary(min_size=1, max_size=50), st.booleans())
 def test_labels_are_the_next_tokens_and_the_last_one_does_not_count(text, ends):
-    sample = data.sample(data.Document(text, ends), CPU)
-    expected = list(text) + [data.END_OF_DOCUMENT] * ends
+    sample = text_data.sample(text_data.Document(text, ends), CPU)
+    expected = list(text) + [text_data.END_OF_DOCUMENT] * ends
     assert sample["tokens"].tolist() == expected
     assert sample["labels"].tolist()[:-1] == expected[1:]
     assert sample["loss_mask"].tolist() == [1.0] * (len(expected) - 1) + [0.0]
@@ -186,12 +186,14 @@ def test_labels_are_the_next_tokens_and_the_last_one_does_not_count(text, ends):
 
 
 def test_the_end_alone_is_a_document_too():
-    assert data.sample(data.Document(b"", True), CPU)["tokens"].tolist() == [data.END_OF_DOCUMENT]
+    assert text_data.sample(text_data.Document(b"", True), CPU)["tokens"].tolist() == [
+        text_data.END_OF_DOCUMENT
+    ]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1))
 def test_percentiles_are_lengths_of_documents(lengths):
-    percentiles = data.length_percentiles(lengths)
+    percentiles = text_data.length_percentiles(lengths)
     assert set(percentiles.values()) <= set(lengths)
     assert percentiles[100] == max(lengths)
     for p, value in percentiles.items():
@@ -202,7 +204,7 @@ def test_percentiles_are_lengths_of_documents(lengths):
 
 
 def batch(iteration, documents=10, seed=3, size=4):
-    return data.batch_indices(documents, seed=seed, iteration=iteration, batch_size=size)
+    return text_data.batch_indices(documents, seed=seed, iteration=iteration, batch_size=size)
 
 
 def test_a_pass_takes_every_document_once():
@@ -213,7 +215,7 @@ def test_a_pass_takes_every_document_once():
 
 def test_a_batch_depends_on_seed_and_iteration_only():
     assert batch(3) == batch(3)
-    data.permutation.cache_clear()
+    text_data.permutation.cache_clear()
     assert batch(1) == [i for iteration in range(5) for i in batch(iteration)][4:8]
     assert [batch(i, seed=3) for i in range(2)] != [batch(i, seed=4) for i in range(2)]
 

@@ -18,13 +18,13 @@ from support.ranks import run_module
 import hcp
 from hcp._digest import digest_of
 from hcp.demo import checkpoint
-from hcp.demo.arguments import parse_args
-from hcp.demo.model import GPTModel
-from hcp.demo.report import DemoStep, Run, table
+from hcp.demo.demo_arguments import parse_args
+from hcp.demo.demo_report import DemoStep, Run, table
+from hcp.demo.gpt_model import GPTModel
 from hcp.demo.training import learning_rates
 from hcp.step.config import Config
-from hcp.tools.programs import data
-from hcp.tools.programs.records import Evaluation, loss_difference
+from hcp.tools.programs import text_data
+from hcp.tools.programs.run_records import Evaluation, loss_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -361,7 +361,7 @@ def test_ranks_that_contradict_the_launcher_are_refused(monkeypatch):
 def test_loss_and_gradients_are_those_of_one_rank(ranks, scheduler):
     args = parse_args([*TINY, "--ranks", str(ranks), "--max-seqlen-per-dp-cp-rank", "120"])
     documents = [
-        data.Document(bytes(range(n % 7, n % 7 + n)), True) for n in (1, 199, 30, 2, 77, 5)
+        text_data.Document(bytes(range(n % 7, n % 7 + n)), True) for n in (1, 199, 30, 2, 77, 5)
     ]
     config = replace(args.config, sequence_packing_scheduler=scheduler)
     alone = loss_and_gradients(args, Config(1000), documents, 1)
@@ -377,7 +377,7 @@ def loss_and_gradients(args, config, documents, ranks):
         model = GPTModel(args, None).double()
         model.load_state_dict(weights)
         share = range(groups.rank("dp_cp"), len(documents), ranks)
-        loader = data.load(documents, share, torch.device("cpu"))
+        loader = text_data.load(documents, share, torch.device("cpu"))
         lengths, sources, samples = hcp.gather_lengths(loader, groups)
         plan = config.plan(lengths, ranks)
         total = torch.zeros((), dtype=torch.float64)

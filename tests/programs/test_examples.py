@@ -70,7 +70,7 @@ def test_an_example_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
 def test_the_job_of_two_nodes_is_a_shell_script_whose_flags_exist() -> None:
     from torch.distributed.run import get_args_parser
 
-    from hcp.demo.arguments import parse_args
+    from hcp.demo.demo_arguments import parse_args
 
     script = EXAMPLES / "two_nodes.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)

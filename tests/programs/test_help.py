@@ -34,12 +34,12 @@ def of_megatron_lm() -> Parser:
 
 
 PARSERS: dict[str, Callable[[], Parser]] = {
-    "hcp demo": lambda: built("hcp.demo.arguments"),
+    "hcp demo": lambda: built("hcp.demo.demo_arguments"),
     "hcp plan": lambda: built("hcp.cli.plan"),
     "hcp simulate": lambda: built("hcp.cli.simulate"),
     "hcp calibrate": lambda: built("hcp.cli.calibrate"),
     "hcp doctor": lambda: built("hcp.cli.doctor"),
-    "Megatron-Core's program": lambda: built("hcp.integrations.megatron.program.arguments"),
+    "Megatron-Core's program": lambda: built("hcp.integrations.megatron.program.program_arguments"),
     "Megatron-LM's launcher": lambda: built("hcp.integrations.megatron.launch"),
     "Megatron-LM's flags": of_megatron_lm,
     "Transformers' program": of_transformers,

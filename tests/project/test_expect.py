@@ -13,7 +13,7 @@ import torch
 import hcp
 from hcp._validate import expect_size
 from hcp.exchange.layout import Layout
-from hcp.planning.cost import Table
+from hcp.planning.cost import TimeTable
 from hcp.planning.memory import MemoryModel
 from hcp.tools.choose import EvalChoice, choose_eval_context_parallel
 
@@ -41,7 +41,7 @@ ENTRANCES: dict[str, Callable[[Any], Any]] = {
     ).hierarchical_context_parallel_sizes[1],
     "memory.limit": lambda four: MemoryModel(limit=four).limit,
     "cost.pair": lambda four: hcp.CostModel(pair=four).pair,
-    "table.times[0]": lambda four: hcp.CostModel(table=Table((1,), (1,), (four,))).table[2][0],
+    "table.times[0]": lambda four: hcp.CostModel(table=TimeTable((1,), (1,), (four,))).table[2][0],
     "ranks": lambda four: choose(ranks=four).cp,
     "num_samples": lambda four: choose(num_samples=four).cp,
     "micro_batch_size": lambda four: choose(micro_batch_size=four, ranks=4).cp,

@@ -350,12 +350,12 @@ def test_the_library_imports_neither_program_nor_tool_nor_integration() -> None:
         # Published prices, imported when one is asked for by name.
         "hcp/planning/cost.py": {"hcp.tools.presets"},
         # A backend by name, imported when it is asked for: nobody has to import it before.
-        "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
+        "hcp/step/backends.py": {"hcp.integrations.transformer_engine.transformer_engine_handler"},
         # Rules for a package's classes, imported when a model has one of them.
         "hcp/rebinding/packages.py": {
-            "hcp.integrations.deepspeed.rules",
-            "hcp.integrations.megatron.rules",
-            "hcp.integrations.transformer_engine.rules",
+            "hcp.integrations.deepspeed.deepspeed_rules",
+            "hcp.integrations.megatron.megatron_rules",
+            "hcp.integrations.transformer_engine.transformer_engine_rules",
         },
     }
 

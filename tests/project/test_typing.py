@@ -16,7 +16,7 @@ from hcp.attention.options import AttentionOptions
 from hcp.attention.qkv_format import QKV_FORMATS
 from hcp.attention.scan_types import SCAN_TYPES
 from hcp.exchange.connect import TRANSPORTS
-from hcp.exchange.payloads import SPLITS
+from hcp.exchange.payload_splits import SPLITS
 from hcp.planning import limits
 from hcp.rebinding.derived import KINDS
 from hcp.step import backends, config

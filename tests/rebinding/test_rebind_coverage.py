@@ -33,12 +33,12 @@ import hcp.rebinding.walk
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages, rules
-from hcp.rebinding.closed import is_open_function
 from hcp.rebinding.derived import register_derived
-from hcp.rebinding.looks import own_attributes
+from hcp.rebinding.not_entered import is_open_function
 from hcp.rebinding.places import places
 from hcp.rebinding.rebind import find_slots
 from hcp.rebinding.records import _contents
+from hcp.rebinding.safe_access import own_attributes
 
 
 class Sized:

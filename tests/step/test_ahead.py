@@ -158,7 +158,7 @@ def ahead_on_two_ranks(rank: int, size: int) -> list[str]:
     said = errors(groups, rank)
     hides(groups, rank)
     evaluation = groups.with_context_parallel(2)
-    assert evaluation.planning_lane() is groups.planning_lane()
+    assert evaluation.planning_thread() is groups.planning_thread()
     evaluation.close()
     next(iter(loader_of(groups, 3)))  # is left with steps under way
     groups.close()

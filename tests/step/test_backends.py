@@ -140,7 +140,9 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.util, "find_spec", lambda name, *of: None if name in MODULES else find(name, *of)
     )
     for name in list(sys.modules):
-        if name.partition(".")[0] in MODULES or name.endswith("transformer_engine.handler"):
+        if name.partition(".")[0] in MODULES or name.endswith(
+            "transformer_engine.transformer_engine_handler"
+        ):
             monkeypatch.delitem(sys.modules, name)
         if name.startswith("hcp.attention.kernels.") and name.rpartition(".")[2] in NEEDED:
             monkeypatch.delitem(sys.modules, name)
@@ -362,7 +364,9 @@ def with_transformer_engine() -> Any:
     pytorch.DotProductAttention = FakeDotProductAttention  # type: ignore[attr-defined]
     sys.modules |= {"transformer_engine": package, "transformer_engine.pytorch": pytorch}
     try:
-        return importlib.import_module("hcp.integrations.transformer_engine.handler").Handler
+        return importlib.import_module(
+            "hcp.integrations.transformer_engine.transformer_engine_handler"
+        ).TransformerEngineHandler
     finally:
         del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hcp
 from hcp.integrations.barrier import waits_in_layers
-from hcp.step.ahead import Read
+from hcp.step.ahead import ReadItems
 from hcp.step.config import Config
 from hcp.step.planner import StepPlanner
 from hcp.tools.loopback import loopback
@@ -46,7 +46,7 @@ def equal_to_its_parts(rank: int, size: int) -> None:
     assert content(step) == content(by_hand)
     assert step.planning is not None
     assert step.planning.seconds == step.planning.waited > 0
-    (ahead,) = planner.steps([Read(samples_of(rank))], groups)
+    (ahead,) = planner.steps([ReadItems(samples_of(rank))], groups)
     assert content(ahead) == content(by_hand)
     assert [cp.comm.default_type for cp, _ in ahead] == ["all_gather"] * len(ahead)
 

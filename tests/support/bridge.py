@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from support import board
+from support import tensorboard_writer
 from support.older_python import complete_typing
 from support.ranks import run_module
 
@@ -93,7 +93,8 @@ def run(ranks: int, *overrides: str, folder: Path) -> Trained:
     assert done.code == 0, done.err[-4000:]
     line = next(each for each in done.out.splitlines() if each.startswith("REPORT"))
     return replace(
-        Trained(**json.loads(line.removeprefix("REPORT"))), metrics=board.scalars(done.out)
+        Trained(**json.loads(line.removeprefix("REPORT"))),
+        metrics=tensorboard_writer.scalars(done.out),
     )
 
 
@@ -347,7 +348,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     complete_typing()
-    board.take_place()
+    tensorboard_writer.take_place()
     without_gpu_packages()
     with bridge_on_cpu():
         if sys.argv[1:] and sys.argv[1].endswith(".py"):

@@ -45,7 +45,7 @@ class Case:
     backend: str = "torch"
     sharing: bool = False
     """Whether the ranks of loopback read each other's memory."""
-    stage_rows: int = tables.STAGE_ROWS
+    stage_tokens: int = tables.STAGE_TOKENS
     """The number of tokens whose keys arrive in one stage under "all_gather"."""
     seed: int = 0
     alignment: int = 1
@@ -242,7 +242,7 @@ def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
 
 def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu") -> float:
     """Return the largest error of all ranks."""
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         results = hcp.loopback(
             case.ranks,
             lambda groups: attention_errors(groups, case, plan),
@@ -263,7 +263,7 @@ def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
             sums[n] += torch.stack([(found - want).square().sum(), want.square().sum()])
         return sums
 
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         sums = sum(hcp.loopback(case.ranks, squares, device=device, sharing=case.sharing))
     assert isinstance(sums, Tensor)
     return {n: float((e / w).sqrt()) for n, (e, w) in zip(names, sums, strict=True)}
@@ -273,7 +273,7 @@ def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
 def staged_by(rows: int) -> Iterator[None]:
     """Set the tokens of a stage in schedules, on every rank of this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "STAGE_ROWS", rows)
+        patch.setattr(tables, "STAGE_TOKENS", rows)
         yield
 
 
@@ -289,5 +289,5 @@ class GlooGroups:
 
 
 def gloo_errors(rank: int, size: int, case: Case) -> list[float]:
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         return attention_errors(GlooGroups(), case)

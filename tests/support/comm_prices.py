@@ -14,7 +14,7 @@ from hcp import _core
 from hcp.attention.comm_types import A2A, A2A_P2P, ALL_GATHER, P2P
 from hcp.attention.head_shares import key_heads, split
 from hcp.exchange.layout import Layout
-from hcp.exchange.sizes import STAGE_ROWS
+from hcp.exchange.sizes import STAGE_TOKENS
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
 
@@ -136,7 +136,7 @@ class Group(NamedTuple):
         rows = sum(self._seen(length) for length in self.lengths)
         hidden = attention / self.degree if self.cost.overlap else Fraction(0)
         exposed = max(Fraction(0), prices.keys * rows - hidden)
-        stages = max(1, min(int(rows) // STAGE_ROWS, _core.GATHERS_MAX, len(self.lengths)))
+        stages = max(1, min(int(rows) // STAGE_TOKENS, _core.GATHERS_MAX, len(self.lengths)))
         # A sequence meets its keys in one of the stages.
         return attention + exposed + self.fixed(stages, stages if self.packed else 1)
 

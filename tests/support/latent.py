@@ -55,7 +55,7 @@ class LatentCase:
     groups: int = 4
     sinks: bool = False
     sharing: bool = False
-    stage_rows: int = 8192
+    stage_tokens: int = 8192
     checkpointed: bool = False
 
 
@@ -137,7 +137,7 @@ def _summed(groups: Any, own: list[Tensor]) -> list[Tensor]:
 
 
 def loopback_error(case: LatentCase, plan: hcp.Plan | None = None) -> float:
-    with staged_by(case.stage_rows):
+    with staged_by(case.stage_tokens):
         return max(
             hcp.loopback(case.ranks, lambda groups: error(groups, case, plan), sharing=case.sharing)
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hcp.attention.kernel_calls import WAITING, GradientReturn
 from hcp.attention.kernels import Launch
-from hcp.exchange.tables import Entry, Move, Read, Schedule, Stage
+from hcp.exchange.tables import Entry, Move, PeerRead, Schedule, Stage
 
 
 class Launches(NamedTuple):
@@ -32,7 +32,7 @@ class Launches(NamedTuple):
     """The same of the launches that no total has when the last stage ends."""
     sunk_runs: Tensor
     """``output_runs`` with the sinks as one more part, after the launches."""
-    home_runs: Tensor
+    return_runs: Tensor
     local_runs: Tensor
     one_launch: bool
     """Whether a single launch computes all rows on all keys, which lie here: nothing is merged or
@@ -98,7 +98,7 @@ def launches_of(schedule: Schedule, packs: bool) -> Launches:
         running_runs,
         output_runs,
         _with_sinks(output_runs, left, rows),
-        _renumber(schedule.section("HOME_RUNS"), places, 2),
+        _renumber(schedule.section("RETURN_RUNS"), places, 2),
         local_runs,
         all_local and _covers(output_runs, rows) and _covers(local_runs, rows),
     )
@@ -179,15 +179,15 @@ def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> Gra
         move = torch.searchsorted(firsts, rows, right=True) - 1
         return move, rows - firsts[move] + torch.tensor(starts, device="cpu")[move]
 
-    sends = sorted(schedule.home_sends, key=lambda move: move.row)
-    staged = launches.home_runs
+    sends = sorted(schedule.return_sends, key=lambda move: move.row)
+    staged = launches.return_runs
     if sends:
         _, rows = shifted(
             staged[:, 0].contiguous(), sends, [start(rank, move.peer) for move in sends]
         )
         staged = torch.cat([rows.unsqueeze(1), staged[:, 1:]], 1)
         staged = staged[rows.sort(stable=True).indices]
-    receives = sorted(schedule.home_receives, key=lambda move: move.row)
+    receives = sorted(schedule.return_receives, key=lambda move: move.row)
     local = len(launches.stages[0])
     runs = launches.local_runs.clone()
     home = runs[:, 2] == local
@@ -200,7 +200,7 @@ def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> Gra
         total - schedule.query_rows,
         staged,
         sorted(move.peer for move in sends),
-        Read(
+        PeerRead(
             [(move.peer, total - key_owners(schedule)[move.peer]) for move in receives],
             runs,
             schedule.query_rows,
@@ -212,19 +212,19 @@ def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> Gra
 # ---- reads ---------------------------------------------------------------------------------------
 
 
-def reads_of(schedule: Schedule) -> list[Read | None]:
+def reads_of(schedule: Schedule) -> list[PeerRead | None]:
     """The rows that each stage reads from the memory of the keys' owners; None: nothing."""
     owners = [sorted(set(stage.pulls[:, 2].tolist())) for stage in schedule.stages]
-    reads: list[Read | None] = []
+    reads: list[PeerRead | None] = []
     for i, (stage, own) in enumerate(zip(schedule.stages, owners, strict=True)):
         later = set(itertools.chain.from_iterable(owners[i + 1 :]))
         reads.append(_read(schedule, stage, own, later) if stage.attends and own else None)
     return reads
 
 
-def _read(schedule: Schedule, stage: Stage, owners: list[int], later: set[int]) -> Read:
+def _read(schedule: Schedule, stage: Stage, owners: list[int], later: set[int]) -> PeerRead:
     parts = torch.searchsorted(torch.tensor(owners), stage.pulls[:, 2].contiguous())
-    return Read(
+    return PeerRead(
         [(peer, key_owners(schedule)[peer]) for peer in owners],
         torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
         stage.key_rows,
@@ -232,7 +232,7 @@ def _read(schedule: Schedule, stage: Stage, owners: list[int], later: set[int]) 
     )
 
 
-def read_of_all(reads: Sequence[Read]) -> Read:
+def read_of_all(reads: Sequence[PeerRead]) -> PeerRead:
     """The rows of several reads of an exchange at once, those of one after the other's."""
     held = dict(sorted(owner for read in reads for owner in read.owners))
     places = {peer: i for i, peer in enumerate(held)}
@@ -243,10 +243,10 @@ def read_of_all(reads: Sequence[Read]) -> Read:
         runs.append(torch.stack([row + rows, count, parts[part], part_row], 1))
         rows += read.rows
     done = sorted(peer for read in reads for peer in read.done)
-    return Read([*held.items()], torch.cat(runs), rows, done)
+    return PeerRead([*held.items()], torch.cat(runs), rows, done)
 
 
-def key_cuts_of_all(reads: Sequence[Read | None], key_cuts: Sequence[Tensor | None]) -> Tensor:
+def key_cuts_of_all(reads: Sequence[PeerRead | None], key_cuts: Sequence[Tensor | None]) -> Tensor:
     """The keys of the launches of all stages that read some, in the rows of that read."""
     cuts, row = [torch.empty(0, 2, dtype=torch.int64)], 0
     for read, own in zip(reads, key_cuts, strict=True):

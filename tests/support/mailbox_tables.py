@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hcp.exchange.mailbox import _Round, _Stage, _Stretch
+from hcp.exchange.mailbox import _ReaderRows, _ReadRange, _Round
 from hcp.exchange.tables import Move
 
 
@@ -21,7 +21,7 @@ def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int
         if not out and not back:
             return rounds
         stages = [
-            _Stage(
+            _ReaderRows(
                 peer,
                 sum(rows for _, rows, _ in pieces),
                 _runs((mailbox_row, rows, 0, row) for row, rows, mailbox_row in pieces),
@@ -45,7 +45,7 @@ def _window(moves: Iterable[Move], first: int, most: int) -> dict[int, list[tupl
     return found
 
 
-def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_Stretch]:
+def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_ReadRange]:
     pieces = sorted(
         (row, rows, peer, mailbox_row)
         for peer, own in back.items()
@@ -64,7 +64,7 @@ def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_Stretch]:
         owners = list(dict.fromkeys(piece[2] for piece in group))
         first = group[0][0]
         stretches.append(
-            _Stretch(
+            _ReadRange(
                 first,
                 sum(piece[1] for piece in group),
                 tuple((peer, held[peer]) for peer in owners),

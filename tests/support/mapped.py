@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hcp.exchange.mixed import NodeMemory
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Move
-from hcp.exchange.torch_p2p import Board, TorchTransport
+from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
 from hcp.tools.loopback import LoopbackTransport
 
@@ -32,7 +32,7 @@ def memory_of(
     *,
     buffer_bytes: int,
     timeout: float,
-    board: Board | None,
+    failure_messages: FailureMessages | None,
 ) -> PeerMemory:
     """One rank's end of memory. ``memories``: that of each rank, as bytes."""
 
@@ -48,7 +48,7 @@ def memory_of(
         stream=0,
         buffer_bytes=buffer_bytes,
         timeout=timeout,
-        board=board,
+        failure_messages=failure_messages,
     )
 
 
@@ -57,7 +57,7 @@ class MappedTransport(LoopbackTransport):
 
     buffer_bytes = 2**20
     timeout = 60.0
-    board = staticmethod(lambda rank: None)
+    failure_messages = staticmethod(lambda rank: None)
 
     def __init__(self, world: Any, rank: int) -> None:
         super().__init__(world, rank)
@@ -75,7 +75,7 @@ class MappedTransport(LoopbackTransport):
             self.rank,
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout,
-            board=type(self).board(self.rank),
+            failure_messages=type(self).failure_messages(self.rank),
         )
 
     def share(self, share: Share) -> PeerShared:
@@ -127,7 +127,7 @@ class MixedGloo(TorchTransport):
                 self.rank,
                 buffer_bytes=self.BUFFER_BYTES,
                 timeout=timeout,
-                board=self.board,
+                failure_messages=self.failure_messages,
             )
             for name in ("keys", "messages")
         )

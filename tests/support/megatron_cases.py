@@ -96,19 +96,19 @@ def _start(case: Case, builders: dict[str | None, Any]) -> tuple[Any, list[Any],
     """Return the job, its model and optimizer."""
     from megatron.core import parallel_state
 
-    from hcp.integrations.megatron.program import training
+    from hcp.integrations.megatron.program import pretraining
 
     parallel_state.destroy_model_parallel()
     args = small_arguments(case)
-    job = training.start_job(args, torch.device("cpu"))
-    config = training.transformer_config(args, **case.options)
-    model = training.build_model(job, config, builders[case.builder])
+    job = pretraining.start_job(args, torch.device("cpu"))
+    config = pretraining.transformer_config(args, **case.options)
+    model = pretraining.build_model(job, config, builders[case.builder])
     draw_weights(model, args)
-    return job, model, training.build_optimizer(job, model)
+    return job, model, pretraining.build_optimizer(job, model)
 
 
 def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
-    from hcp.integrations.megatron.program import training
+    from hcp.integrations.megatron.program import pretraining
 
     job, model, optimizer = _start(case, BUILDERS)
     args = job.args
@@ -116,14 +116,14 @@ def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
         own = functools.partial(job.forward_step, losses=float64_losses)
         job = dataclasses.replace(job, forward_step=own)
     outcome = Outcome([], [], [], [], {}, {}, [], [])
-    steps = training.plan_steps(job, args.config, share(case.lengths, job.groups), job.groups)
+    steps = pretraining.plan_steps(job, args.config, share(case.lengths, job.groups), job.groups)
     for step in steps:
         check_plan(step.plan)
         outcome.micro_batches.append(len(step))
         outcome.degrees += [g.degree for batch in step.plan.micro_batches for g in batch]
         if not outcome.losses:
             gradients_of_first_step(job, model, step, args, expected, outcome)
-        loss, tokens, _ = training.train_step(job, model, optimizer, step)
+        loss, tokens, _ = pretraining.train_step(job, model, optimizer, step)
         outcome.losses.append(loss)
         outcome.tokens.append(tokens)
     evaluate_both_layouts(job, model, outcome)
@@ -135,25 +135,27 @@ EVALUATED = (30, 1, 77, 5, 12, 40, 8)
 
 
 def evaluate_both_layouts(job: Any, model: list[Any], outcome: Outcome) -> None:
-    from hcp.integrations.megatron.program import training
-    from hcp.tools.programs.data import Document
+    from hcp.integrations.megatron.program import pretraining
+    from hcp.tools.programs.text_data import Document
 
     texts = [bytes(document(99, i, n).tolist()) for i, n in enumerate(EVALUATED)]
     documents = [Document(text, ends=True) for text in texts]
     wide = job.groups.with_context_parallel(job.args.domain)
-    outcome.evaluations.append(training.evaluate(job, model, documents, job.groups))
+    outcome.evaluations.append(pretraining.evaluate(job, model, documents, job.groups))
     outcome.uncovered += [str(found) for found in hcp.audit(model, job.groups, wide).uncovered]
     with hcp.eval_cp_context(model, job.groups, wide):
-        outcome.evaluations.append(training.evaluate(job, model, documents, wide))
+        outcome.evaluations.append(pretraining.evaluate(job, model, documents, wide))
     wide.close()
 
 
 def small_arguments(case: Case) -> Any:
     """Return options by which a rank holds little more than its share of the longest document."""
-    from hcp.integrations.megatron.program import arguments
+    from hcp.integrations.megatron.program import program_arguments
 
     def parse(rows: int) -> Any:
-        return arguments.parse_args([*SMALL, "--max-seqlen-per-dp-cp-rank", str(rows), *case.flags])
+        return program_arguments.parse_args(
+            [*SMALL, "--max-seqlen-per-dp-cp-rank", str(rows), *case.flags]
+        )
 
     return parse(rows_up_to(LONGEST, parse(LONGEST).domain) + 8)
 
@@ -166,13 +168,13 @@ def gradients_of_first_step(
     expected: dict[str, torch.Tensor],
     outcome: Outcome,
 ) -> None:
-    from hcp.integrations.megatron.program import training
+    from hcp.integrations.megatron.program import pretraining
 
     if args.use_distributed_optimizer:
         return
     for chunk in model:
         chunk.zero_grad_buffer()
-    training.run_schedule(job, model, step, forward_only=False)
+    pretraining.run_schedule(job, model, step, forward_only=False)
     for name, parameter, cut in parameters_of(model, args):
         own, theirs = parameter.main_grad, cut(expected[name])
         scale = float(theirs.norm()) or 1.0
@@ -334,9 +336,9 @@ def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module
 
 
 def build_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    from hcp.integrations.megatron.program import training
+    from hcp.integrations.megatron.program import pretraining
 
-    return training.build_chunk(job, config, vp_stage).double()
+    return pretraining.build_chunk(job, config, vp_stage).double()
 
 
 def build_own(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from support import board
+from support import tensorboard_writer
 from support.megatron_lm_dev import stand_in
 from support.older_python import complete_typing
 from support.ranks import run_module
@@ -65,13 +65,15 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
         name: list(map(float, re.findall(rf"\| {name}: ([\d.E+-]+)", done.out))) for name in OTHERS
     }
     losses = {int(i): float(loss) for i, loss in steps}
-    return Trained(losses, list(map(float, evaluated)), others, board.scalars(done.out))
+    return Trained(
+        losses, list(map(float, evaluated)), others, tensorboard_writer.scalars(done.out)
+    )
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     complete_typing()
-    board.take_place()
+    tensorboard_writer.take_place()
     how, script, *flags = sys.argv[1:]
     if how != "alone":
         from hcp.integrations.megatron.launch import main as launch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, PackedKernel
+from hcp.attention.kernels import Kernel, KernelCall, Launch, PackedKernel
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
@@ -128,7 +128,7 @@ def expect_order_refused(kernel: PackedKernel, launch: Launch, rows: Rows, famil
     torch's deterministic algorithms, and refuses them, or warns where torch only warns."""
 
     def takes(backward: bool) -> bool:
-        return kernel.takes(Call(launch, rows.query, rows.value, backward, grad_lse=False))
+        return kernel.takes(KernelCall(launch, rows.query, rows.value, backward, grad_lse=False))
 
     results(kernel, launch, rows)
     assert takes(backward=True)

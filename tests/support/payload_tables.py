@@ -1,4 +1,5 @@
-"""The tables of ``hcp.exchange.payloads`` by slow and obvious Python, and payloads at random."""
+"""The tables of ``hcp.exchange.payload_splits`` by slow and obvious Python, and payloads at
+random."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hcp.exchange import payloads
+from hcp.exchange import payload_splits
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Move, Route
 from hcp.planning.plan import Group, Plan
@@ -26,7 +27,7 @@ class Sent(NamedTuple):
     rows: int
 
 
-class Got(NamedTuple):
+class Received(NamedTuple):
     """Rows of the output, in its order, and the rank that they come from."""
 
     peer: int
@@ -39,7 +40,7 @@ class RowPath:
     The runs between two ranks are listed in one order by both. A row may go to several ranks.
     """
 
-    def __init__(self, sends: Sequence[Sent], receives: Sequence[Got]) -> None:
+    def __init__(self, sends: Sequence[Sent], receives: Sequence[Received]) -> None:
         by_peer = sorted(sends, key=lambda run: run.peer)
         self.pack = _segments([(run.row, run.rows) for run in by_peer])
         self.sends = _moves([(run.peer, run.rows) for run in sends])
@@ -272,7 +273,7 @@ class Split:
         starts = itertools.accumulate((self.rows(i) for i in own), initial=0)
         loaded = dict(zip(own, starts, strict=False))
         sends: list[Sent] = []
-        receives: list[Got] = []
+        receives: list[Received] = []
         for micro_batch, groups in enumerate(self.plan.micro_batches):
             for group in groups:
                 ranks = ranks_of(group)
@@ -283,7 +284,7 @@ class Split:
                     ]
                 if rank in ranks:
                     pieces = self.pieces(micro_batch, group, rank)
-                    receives += [Got(sources[sequence], rows) for sequence, _, rows in pieces]
+                    receives += [Received(sources[sequence], rows) for sequence, _, rows in pieces]
         return RowPath(sends, receives)
 
     # ---- results to the tokens that take them ----
@@ -303,7 +304,7 @@ class Split:
             for row, rows in _common(run, held[layout.rank])
         ]
         receives = [
-            Got(peer, rows)
+            Received(peer, rows)
             for run in wanted.get(layout.rank, [])
             for peer in ([layout.rank] if own else ranks)
             for _, rows in _common(run, held[peer])
@@ -370,7 +371,7 @@ def by_sequence(plan: Plan, sources: Sequence[int], micro_batch: int, rank: int)
         if holder == rank
     ]
     receives = [
-        Got(holder, 1)
+        Received(holder, 1)
         for sequence, (holder, _) in sorted(first.items())
         if sources[sequence] == rank
     ]
@@ -437,7 +438,7 @@ class Drawn(NamedTuple):
     def slow(self, plan: Plan, sources: Sequence[int], rank: int) -> Split:
         return Split(plan, self.rule, self.units, self.takers_of(plan, sources, rank))
 
-    def fast(self, plan: Plan, sources: Sequence[int], rank: int) -> payloads.Split:
+    def fast(self, plan: Plan, sources: Sequence[int], rank: int) -> payload_splits.Split:
         takers = None
         if self.runs is not None:
             loaded = [i for i, source in enumerate(sources) if source == rank]
@@ -445,8 +446,8 @@ class Drawn(NamedTuple):
                 [word for i in sequences for run in self.runs[i] for word in run]
                 for sequences in (loaded, computed_by(plan, rank))
             )
-            takers = payloads.Takers(sources, rank, [len(runs) for runs in self.runs], *words)
-        return payloads.Split(plan, self.rule, self.units, takers)  # type: ignore[arg-type]
+            takers = payload_splits.Takers(sources, rank, [len(runs) for runs in self.runs], *words)
+        return payload_splits.Split(plan, self.rule, self.units, takers)  # type: ignore[arg-type]
 
 
 def computed_by(plan: Plan, rank: int) -> list[int]:

@@ -65,7 +65,7 @@ def group_times(plan: Plan, group: Group) -> tuple[int, ...]:
     return tuple(-(-end * slowest // (1 << 16)) for end in ends)
 
 
-class Held(NamedTuple):
+class RankLoad(NamedTuple):
     """Rows and padding of one rank of a group, and the tokens of the group's sequences."""
 
     rank: int
@@ -74,17 +74,17 @@ class Held(NamedTuple):
     tokens: int
 
 
-def held_by(plan: Plan, group: Group) -> list[Held]:
+def held_by(plan: Plan, group: Group) -> list[RankLoad]:
     alignment = max(1, plan.core.alignment)
     lengths = [plan.lengths[s] for s in group.sequences]
     rows = [sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)]
     return [
-        Held(group.first_rank + j, own, -own % alignment, sum(lengths))
+        RankLoad(group.first_rank + j, own, -own % alignment, sum(lengths))
         for j, own in enumerate(rows)
     ]
 
 
-def bytes_held(memory: MemoryModel, held: Held, degree: int) -> int:
+def bytes_held(memory: MemoryModel, held: RankLoad, degree: int) -> int:
     rows, tokens = held.rows + held.padding, held.tokens + held.padding
     return bytes_of(memory, rows, tokens, degree, memory.head_chunks)
 

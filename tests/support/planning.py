@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import hcp
-from hcp.planning.cost import Table
+from hcp.planning.cost import TimeTable
 from hcp.planning.plan import Group, lower_bound
 from hcp.tools.check import check_plan
 
@@ -148,7 +148,11 @@ def _table(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
     most = 2 ** r.choice([10, 30, 42])
     times = tuple(r.randint(1, most) for _ in range(len(rows) * len(degrees)))
     return hcp.CostModel(
-        pair=0, token=0, exchange=0, launch=r.randint(0, most), table=Table(rows, degrees, times)
+        pair=0,
+        token=0,
+        exchange=0,
+        launch=r.randint(0, most),
+        table=TimeTable(rows, degrees, times),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import hcp
-from hcp.step.dispatch import Passage
+from hcp.step.dispatch import StepTransport
 
 TRAINING = {
     "hcp: gather_lengths",
@@ -30,10 +30,10 @@ EVALUATION = {"hcp: rebind", "hcp: evaluate", "hcp: restore"}
 def run_step(groups: Any, within: AbstractContextManager[Any], device: str = "cpu") -> None:
     """Run two micro-batches on two ranks, in turn. The first rank is within the context."""
 
-    def make(share: Any, passage: Passage) -> hcp.Step:
-        lengths, sources, samples = hcp.gather_lengths(share, passage)
+    def make(share: Any, step_transport: StepTransport) -> hcp.Step:
+        lengths, sources, samples = hcp.gather_lengths(share, step_transport)
         plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=8, min_degree=2)
-        return hcp.dispatch(plan, samples, sources, groups, passage=passage)
+        return hcp.dispatch(plan, samples, sources, groups, step_transport=step_transport)
 
     def train() -> None:
         config = hcp.Config(max_seqlen_per_dp_cp_rank=8, plan_ahead=0)

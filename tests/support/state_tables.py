@@ -11,7 +11,7 @@ from hcp.exchange.layout import Layout
 from hcp.exchange.states import StatePath, StateTable
 
 
-class Held(NamedTuple):
+class SpanOfRank(NamedTuple):
     """A span, and the place in the group of the rank that holds it."""
 
     place: int
@@ -42,11 +42,14 @@ class Group:
             sorted((x for x in found if x[2] == place), key=lambda x: (x[0] < 0, x))
             for place in range(len(ranks))
         ]
-        self.documents: dict[int, list[Held]] = {}
+        self.documents: dict[int, list[SpanOfRank]] = {}
         for x in sorted(found):
-            self.documents.setdefault(x[0], []).append(Held(x[2], rows[x[2]].index(x)))
+            self.documents.setdefault(x[0], []).append(SpanOfRank(x[2], rows[x[2]].index(x)))
         self.spans: list[Spans] = [
-            [(x[0], self.documents[x[0]].index(Held(place, i))) for i, x in enumerate(of_rank)]
+            [
+                (x[0], self.documents[x[0]].index(SpanOfRank(place, i)))
+                for i, x in enumerate(of_rank)
+            ]
             for place, of_rank in enumerate(rows)
         ]
 
@@ -54,7 +57,7 @@ class Group:
         """How many spans come before a rank's last one, of each document, ascending."""
         return dict(sorted(dict(sorted(self.spans[place])).items()))
 
-    def gathered(self, place: int) -> list[Held]:
+    def gathered(self, place: int) -> list[SpanOfRank]:
         """The spans before a rank's last ones: by order, and of one order by document."""
         before = self.before(place)
         return [
@@ -76,12 +79,12 @@ class Group:
         least = self.strides()[number] + (number > 0)
         return [i for i, (_, order) in enumerate(self.spans[place]) if order >= least]
 
-    def in_round(self, place: int, number: int) -> list[Held]:
+    def in_round(self, place: int, number: int) -> list[SpanOfRank]:
         stride = self.strides()[number]
         own = [self.spans[place][i] for i in self.wanting(place, number)]
         return [self.documents[document][order - stride] for document, order in own]
 
-    def ways(self) -> dict[bool, list[list[list[Held]]]]:
+    def ways(self) -> dict[bool, list[list[list[SpanOfRank]]]]:
         """What each rank wants, in each path of the gathering (False) and of rounds."""
         places = range(self.degree)
         return {
@@ -104,13 +107,13 @@ class Group:
         return most[False], most[True], len(self.strides())
 
 
-def path(wanted: Sequence[Sequence[Held]], first_rank: int, place: int) -> dict[str, Any]:
+def path(wanted: Sequence[Sequence[SpanOfRank]], first_rank: int, place: int) -> dict[str, Any]:
     """What a rank packs, sends, receives and arranges."""
 
-    def of_rank(peer: int, spans: Sequence[Held]) -> list[Held]:
+    def of_rank(peer: int, spans: Sequence[SpanOfRank]) -> list[SpanOfRank]:
         return sorted({held for held in spans if held.place == peer})
 
-    def moves(of_ranks: list[list[Held]]) -> list[tuple[int, int, int]]:
+    def moves(of_ranks: list[list[SpanOfRank]]) -> list[tuple[int, int, int]]:
         firsts = [sum(map(len, of_ranks[:i])) for i in range(len(of_ranks))]
         return [(first_rank + i, firsts[i], len(held)) for i, held in enumerate(of_ranks) if held]
 

@@ -74,7 +74,7 @@ class Verdict:
 def verdict(model: Any) -> Verdict:
     """Compare a model under hcp, at degrees 1 and 2, with itself."""
     from hcp.integrations.transformers import masks_of, register_hcp_attention
-    from hcp.integrations.transformers.rotary import rotator_of
+    from hcp.integrations.transformers.transformers_rotary import rotator_of
 
     dataset, unfused = documents(LENGTHS), copy.deepcopy(model)
     with torch.no_grad():

@@ -869,7 +869,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  *                 + fixed(n - 1, n - 1), k: most key heads of a neighbour
  *   gather        attention(1) + [keys * seen - attention(1) / d] + fixed(stages, stages). Of
  *                 each sequence of L tokens L - L / d rows are seen, at most 2 (left + right). A
- *                 stage is stage_rows of them, with limits as in hcp_schedule_create
+ *                 stage is stage_tokens of them, with limits as in hcp_schedule_create
  *   heads(m)      element * (H + K) * N / d * (m - 1) / m + fixed(2, 0), K: key heads of all
  *                 neighbours together, who may have copies
  *   fixed(e, c)   step / 2 for each of e exchanges and c calls of the kernel. S calls instead of
@@ -884,7 +884,7 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  *
  * HCP_INVALID for a rank whose group has fewer than 2 ranks. */
 hcp_status hcp_comm_times(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                          const hcp_priced_layer *layer, int64_t stage_rows, hcp_comm_time *times,
+                          const hcp_priced_layer *layer, int64_t stage_tokens, hcp_comm_time *times,
                           int32_t *count, int32_t *fastest, hcp_error *err);
 
 /* Which keys of its sequence a query sees, as in FlashAttention: query i
@@ -906,7 +906,7 @@ typedef struct hcp_mask {
  * does not cut. The partial output of an entry covers its query rows. A run lists, for
  * rows of a result, the parts that are merged or summed there.
  *
- *   SIZES          rows, home_sent_rows, home_received_rows, home_relayed_rows,
+ *   SIZES          rows, return_sent_rows, return_received_rows, return_relayed_rows,
  *                  comm_type, inner, left, right
  *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
  *                  ARRANGE, ENTRIES, PULLS, RELAY_PACK, RELAY_SENDS and
@@ -920,9 +920,9 @@ typedef struct hcp_mask {
  *   ENTRIES        (query_row, query_rows, key_row, key_rows, low, high);
  *                  key_row counts in the stage's keys: the local rows in stage 0
  *   OUTPUT_RUNS    (row, rows, part, part_row): local rows <- entries
- *   HOME_RUNS      (row, rows, part, part_row): rows sent home <- entries
- *   HOME_SENDS     (peer, row, rows): partial gradients to the keys' owners
- *   HOME_RECEIVES  (peer, row, rows)
+ *   RETURN_RUNS    (row, rows, part, part_row): rows sent back <- entries
+ *   RETURN_SENDS   (peer, row, rows): partial gradients to the keys' owners
+ *   RETURN_RECEIVES  (peer, row, rows)
  *   LOCAL_RUNS     (row, rows, part, part_row): local rows <- entries of stage
  *                  0, then, as one more part, the gradients that came home
  *   PULLS          (row, rows, peer, peer_row): key rows <- local rows of their
@@ -939,17 +939,17 @@ typedef struct hcp_mask {
  *
  * By nodes, a row crosses a border of nodes once: from its owner to one rank of a node that
  * has readers, which relays it to the readers when SENDS and RECEIVES are over. Partial
- * gradients come back likewise: HOME_SENDS brings them to the rank that relays, which sums
- * those of a row, and sends the sum to the owner when HOME_SENDS and HOME_RECEIVES are over.
+ * gradients come back likewise: RETURN_SENDS brings them to the rank that relays, which sums
+ * those of a row, and sends the sum to the owner when RETURN_SENDS and RETURN_RECEIVES are over.
  *
  *   RELAY_PACK           (row, rows) of the received rows
  *   RELAY_SENDS          (peer, row, rows) of the packed rows
  *   RELAY_RECEIVES       (peer, row, rows) into the received rows
- *   HOME_RELAY_RUNS      (row, rows, part, part_row): rows that go on <- parts
+ *   RETURN_RELAY_RUNS    (row, rows, part, part_row): rows that go on <- parts
  *                        HCP_RELAYED_RECEIVED and HCP_RELAYED_SENT: what came home,
  *                        and what was packed to be sent
- *   HOME_RELAY_SENDS     (peer, row, rows) of the sums
- *   HOME_RELAY_RECEIVES  (peer, row, rows) into what came home
+ *   RETURN_RELAY_SENDS   (peer, row, rows) of the sums
+ *   RETURN_RELAY_RECEIVES  (peer, row, rows) into what came back
  *
  * A2A and A2A_P2P exchange rows for heads before stage 0, and back after the last
  * stage: each neighbour gives the others its rows of the heads that they take. It
@@ -973,9 +973,9 @@ typedef struct hcp_mask {
   X(ARRANGE, 2)                  \
   X(ENTRIES, 6)                  \
   X(OUTPUT_RUNS, 4)              \
-  X(HOME_RUNS, 4)                \
-  X(HOME_SENDS, 3)               \
-  X(HOME_RECEIVES, 3)            \
+  X(RETURN_RUNS, 4)              \
+  X(RETURN_SENDS, 3)             \
+  X(RETURN_RECEIVES, 3)          \
   X(LOCAL_RUNS, 4)               \
   X(PULLS, 4)                    \
   X(KEY_OWNERS, 2)               \
@@ -985,9 +985,9 @@ typedef struct hcp_mask {
   X(RELAY_PACK, 2)               \
   X(RELAY_SENDS, 3)              \
   X(RELAY_RECEIVES, 3)           \
-  X(HOME_RELAY_RUNS, 4)          \
-  X(HOME_RELAY_SENDS, 3)         \
-  X(HOME_RELAY_RECEIVES, 3)      \
+  X(RETURN_RELAY_RUNS, 4)        \
+  X(RETURN_RELAY_SENDS, 3)       \
+  X(RETURN_RELAY_RECEIVES, 3)    \
   X(CALLERS, 1)
 
 enum {
@@ -1031,7 +1031,7 @@ enum { HCP_SCHEDULE_HEADER_WORDS = sizeof(hcp_schedule_header) / sizeof(int64_t)
 /* Write the header of a schedule that nobody else has yet. */
 void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header);
 
-/* Parts of HOME_RELAY_RUNS. */
+/* Parts of RETURN_RELAY_RUNS. */
 enum { HCP_RELAYED_RECEIVED, HCP_RELAYED_SENT };
 
 /* Most stages in which ALL_GATHER fetches keys. */
@@ -1045,9 +1045,9 @@ enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
  *
  * ALL_GATHER fetches the keys of some sequences in each stage, so that the next
  * ones come while these are computed. A stage has whole sequences, with
- * stage_rows tokens or more in all (of a sequence only as many as windows let
- * ranks fetch), stage_rows >= 1; with fewer than twice as many there is one stage.
- * All ranks of a group name the same stage_rows, and get as many stages.
+ * stage_tokens tokens or more in all (of a sequence only as many as windows let
+ * ranks fetch), stage_tokens >= 1; with fewer than twice as many there is one stage.
+ * All ranks of a group name the same stage_tokens, and get as many stages.
  *
  * by_nodes: whether the borders of the plan's nodes count, for groups of several whole nodes
  * whose ranks all have rows. Then rows cross a border once. P2P passes blocks around a ring in each
@@ -1058,7 +1058,7 @@ enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
  * there. HCP_INVALID for A2A_P2P. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
+                               int64_t stage_tokens, int32_t by_nodes, hcp_table **schedule,
                                hcp_error *err);
 
 /* ---- 8. Launches -------------------------------------------------------- */
@@ -1092,7 +1092,7 @@ enum { HCP_LAUNCHES_TOGETHER = 3 };
  *   RUNNING_RUNS   a total <- what waits, counted from the first launch that waits
  *   OUTPUT_RUNS    local rows <- what no total has when the last stage ends, counted likewise
  *   SUNK_RUNS      OUTPUT_RUNS with one more part of all rows, after those launches
- *   HOME_RUNS      rows sent home <- launches
+ *   RETURN_RUNS    rows sent back <- launches
  *   LOCAL_RUNS     local rows <- launches of stage 0, then the gradients that came home
  *
  * Where ranks read keys in place, further sections say what is read. A read has owners, (peer, all
@@ -1107,8 +1107,8 @@ enum { HCP_LAUNCHES_TOGETHER = 3 };
  *   STAGED_RUNS    staged gradients <- launches. Each rank stages, for each of the others, as many
  *                  rows as that owner has
  *   READERS        (peer): owners that staged rows are for, ascending
- *   HOME_OWNERS    of the read of gradients that others staged for this rank
- *   HOME_READ_RUNS local rows <- launches of stage 0, then those owners */
+ *   RETURN_OWNERS  of the read of gradients that others staged for this rank
+ *   RETURN_READ_RUNS local rows <- launches of stage 0, then those owners */
 #define HCP_LAUNCHES_SECTIONS(X) \
   X(SIZES, 5)                    \
   X(STAGES, 7)                   \
@@ -1119,7 +1119,7 @@ enum { HCP_LAUNCHES_TOGETHER = 3 };
   X(RUNNING_RUNS, 4)             \
   X(OUTPUT_RUNS, 4)              \
   X(SUNK_RUNS, 4)                \
-  X(HOME_RUNS, 4)                \
+  X(RETURN_RUNS, 4)              \
   X(LOCAL_RUNS, 4)               \
   X(READ_OWNERS, 3)              \
   X(READ_RUNS, 4)                \
@@ -1128,8 +1128,8 @@ enum { HCP_LAUNCHES_TOGETHER = 3 };
   X(ALL_KEY_CUTS, 2)             \
   X(STAGED_RUNS, 4)              \
   X(READERS, 1)                  \
-  X(HOME_OWNERS, 3)              \
-  X(HOME_READ_RUNS, 4)
+  X(RETURN_OWNERS, 3)            \
+  X(RETURN_READ_RUNS, 4)
 
 enum {
 #define HCP_LAUNCHES_ENUM(name, width) HCP_LAUNCHES_##name,
@@ -1156,7 +1156,7 @@ typedef struct hcp_entries {
 } hcp_entries;
 
 /* Join the entries of one stage to launches. Of the sections, LAUNCHES, ENTRIES, QUERY_CUTS and
- * KEY_CUTS have records; OUTPUT_RUNS has those of the queries, and HOME_RUNS those of the keys,
+ * KEY_CUTS have records; OUTPUT_RUNS has those of the queries, and RETURN_RUNS those of the keys,
  * over launches. HCP_INVALID for a run of an entry that is not there. */
 hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kernel,
                              hcp_table **launches, hcp_error *err);

@@ -158,7 +158,7 @@ class Kernel(Protocol):
         """
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A launch as a kernel is asked about it. Heads, sizes and dtype are those of the rows."""
 
     launch: Launch
@@ -172,7 +172,7 @@ class Call(NamedTuple):
 class PackedKernel(Kernel, Protocol):
     """A kernel that computes a whole pack in one launch, so that "auto" can choose it."""
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         """Whether the library has a kernel for the call. One that has not is called only where no
         other has, and says why not."""
 
@@ -381,14 +381,14 @@ def _check_device(name: str, family: KernelFamily, device: torch.device) -> None
         )
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A layer's choice of a kernel. The device and the dtype decide the rest."""
 
     family: str = "auto"
     softcap: float = 0.0
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, choice: Choice) -> Kernel:
+def kernel_for(device: torch.device, dtype: torch.dtype, choice: KernelChoice) -> Kernel:
     """The first kernel of the family that takes the dtype and, where scores are capped, caps them.
 
     Raises ValueError where no kernel of the family does.

@@ -17,15 +17,15 @@ from torch import Tensor
 from hcp.attention.kernels import (
     FAMILIES,
     Attended,
-    Call,
     Kernel,
+    KernelCall,
     Launch,
     PackedKernel,
     ResultGrads,
     kernels_of,
 )
 from hcp.attention.kernels.order import order_of
-from hcp.attention.kernels.present import Found, dotted, present
+from hcp.attention.kernels.present import FamilyStatus, dotted, present
 from hcp.attention.kernels.proof import fault
 from hcp.errors import HcpError
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("hcp")
 # ---- the kernel that chooses ---------------------------------------------------------------------
 
 
-class Candidate(NamedTuple):
+class KernelCandidate(NamedTuple):
     """A kernel to choose."""
 
     family: str
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
 Kind = tuple[object, ...]
 
 
-def _kind(call: Call) -> Kind:
+def _kind(call: KernelCall) -> Kind:
     """The properties by which a library tells calls apart, besides numbers of rows and
     sequences."""
     query, value = call.query, call.value
@@ -53,7 +53,7 @@ def _kind(call: Call) -> Kind:
     return call.backward, call.grad_lse, *sizes, call.launch.window
 
 
-def _is_captured(call: Call) -> bool:
+def _is_captured(call: KernelCall) -> bool:
     """Whether a CUDA graph is being made of it."""
     return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -70,7 +70,7 @@ class Auto:
 
     packs = True
 
-    def __init__(self, candidates: Sequence[Candidate], softcap: float = 0.0) -> None:
+    def __init__(self, candidates: Sequence[KernelCandidate], softcap: float = 0.0) -> None:
         """The first one computes what none takes, and so says why not. ``softcap``: theirs."""
         self.candidates = candidates
         self._softcap = softcap
@@ -94,7 +94,7 @@ class Auto:
         try:
             return chosen.kernel.forward(launch, query, key, value, scale)
         except Exception as error:
-            self._give_up(chosen, Call(launch, query, value, False, False), error)
+            self._give_up(chosen, KernelCall(launch, query, value, False, False), error)
             return self.forward(launch, query, key, value, scale)
 
     def backward(
@@ -105,24 +105,24 @@ class Auto:
         try:
             return chosen.kernel.backward(launch, grads, attended, scale)
         except Exception as error:
-            self._give_up(chosen, Call(launch, query, value, True, has_grad_lse), error)
+            self._give_up(chosen, KernelCall(launch, query, value, True, has_grad_lse), error)
             return self.backward(launch, grads, attended, scale)
 
     def _chosen(
         self, launch: Launch, query: Tensor, value: Tensor, backward: bool, grad_lse: bool
-    ) -> Candidate:
+    ) -> KernelCandidate:
         exact = torch.are_deterministic_algorithms_enabled()
         like = self, backward, grad_lse, exact, query.dtype, query.shape, value.shape
-        chosen: Candidate | None = launch.chosen.get(like)
+        chosen: KernelCandidate | None = launch.chosen.get(like)
         if chosen is None:
-            call = Call(launch, query, value, backward, grad_lse)
+            call = KernelCall(launch, query, value, backward, grad_lse)
             chosen = self.choose(call)
             while not self._is_right(chosen, call):
                 chosen = self.choose(call)
             launch.chosen[like] = chosen
         return chosen
 
-    def choose(self, call: Call) -> Candidate:
+    def choose(self, call: KernelCall) -> KernelCandidate:
         """The first candidate that takes a call. In a CUDA graph that is being captured, nothing
         can be checked: there, the first of those that were."""
         kind, capturing = _kind(call), _is_captured(call)
@@ -136,10 +136,10 @@ class Auto:
         ordered = (taking[family] for family in order_of(call) if family in taking)
         return next(ordered, self.candidates[0])
 
-    def _is_proven(self, candidate: Candidate, kind: Kind) -> bool:
+    def _is_proven(self, candidate: KernelCandidate, kind: Kind) -> bool:
         return candidate.family == "torch" or (candidate.family, kind) in self._proven
 
-    def _is_right(self, candidate: Candidate, call: Call) -> bool:
+    def _is_right(self, candidate: KernelCandidate, call: KernelCall) -> bool:
         """Check the candidate, once for a kind. One that is wrong is given up."""
         kind = _kind(call)
         if self._is_proven(candidate, kind) or _is_captured(call):
@@ -156,7 +156,7 @@ class Auto:
         self._proven.add((candidate.family, kind))
         return True
 
-    def _give_up(self, failed: Candidate, call: Call, error: Exception) -> None:
+    def _give_up(self, failed: KernelCandidate, call: KernelCall, error: Exception) -> None:
         """Leave calls of this kind to the others from now on, and warn. Raises the error where
         there is no other, and where the GPU's memory is full."""
         if failed is self.candidates[0] or isinstance(error, torch.cuda.OutOfMemoryError):
@@ -202,10 +202,10 @@ def _make(device: torch.device) -> Sequence[Kernel]:
     known = kernels_of("torch", device)
     if [*kernels] == ["torch"]:
         return known
-    return Auto([Candidate(name, kernel) for name, kernel in kernels.items()]), *known
+    return Auto([KernelCandidate(name, kernel) for name, kernel in kernels.items()]), *known
 
 
-def explained(capability: tuple[int, int], found: Sequence[Found]) -> str:
+def explained(capability: tuple[int, int], found: Sequence[FamilyStatus]) -> str:
     """Which kernels are there, and which are not and why, in one line."""
     there = ", ".join(each.shown for each in found if each.lacks is None)
     lacking = "; ".join(f"{each.family}: {each.lacks}" for each in found if each.lacks is not None)

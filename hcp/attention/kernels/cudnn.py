@@ -25,8 +25,8 @@ from torch import Tensor
 from hcp._versions import check_if_installed
 from hcp.attention.kernels import (
     Attended,
-    Call,
     Kernel,
+    KernelCall,
     Launch,
     ResultGrads,
     nan_for_infinity,
@@ -57,7 +57,7 @@ class Cudnn:
 
     packs = True
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         """Not bounds that change: its graph is made of their numbers."""
         if call.launch.bounds_change:
             return False

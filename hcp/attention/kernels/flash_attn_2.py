@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch
+from hcp.attention.kernels import Kernel, KernelCall, Launch
 from hcp.attention.kernels.flash_attn_torch import Flash2
 
 
@@ -25,7 +25,7 @@ class FlashAttn(Flash2):
     def capped(self, softcap: float) -> FlashAttn:
         return FlashAttn(softcap)
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         return all(x.shape[2] % 8 == 0 and x.shape[2] <= 256 for x in (call.query, call.value))
 
     def run(self, launch: Launch, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:

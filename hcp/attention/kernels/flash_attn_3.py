@@ -14,7 +14,7 @@ import flash_attn_interface  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, is_ordered
+from hcp.attention.kernels import Kernel, KernelCall, Launch, is_ordered
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.shapes import LSE_COLUMNS, head_size
 
@@ -26,7 +26,7 @@ class Flash3(Flash2):
 
     softcap: float = 0.0
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         size = head_size(call.query, call.value, LSE_COLUMNS if call.grad_lse else 0)
         return _has_size(size) and not (is_ordered(call.backward) and size > _LARGEST_DETERMINISTIC)
 

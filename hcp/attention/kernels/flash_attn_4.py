@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hcp.attention.kernels import (
     Attended,
-    Call,
     Kernel,
+    KernelCall,
     Launch,
     ResultGrads,
     is_ordered,
@@ -29,7 +29,7 @@ from hcp.attention.kernels.flash_attn_4_compiled import (
     Backwards,
     Caller,
     Forwards,
-    Pack,
+    PackedLaunch,
     Shapes,
 )
 from hcp.attention.kernels.shapes import narrowed, widened
@@ -51,7 +51,7 @@ class Flash4:
 
     packs = True
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         """Not a backward that must be deterministic: it would take memory for each pair of a
         sequence and a tile of the longest."""
         if is_ordered(call.backward):
@@ -150,7 +150,7 @@ class _Known:
         left, right = (None if limit < 0 else limit for limit in launch.window)
         longest = max(queries for queries, _ in sizes), max(keys for _, keys in sizes)
         bounds_q, bounds_k = map(_at_16_bytes, launch.bounds(device))
-        self.pack = Pack(bounds_q, bounds_k, *longest, left, right)
+        self.pack = PackedLaunch(bounds_q, bounds_k, *longest, left, right)
         self.forwards: dict[tuple[object, ...], Forwards] = {}
         self.backwards: dict[tuple[object, ...], Backwards] = {}
 

@@ -33,7 +33,7 @@ CAPABILITY = 9
 _log = logging.getLogger("hcp")
 
 
-class Pack(NamedTuple):
+class PackedLaunch(NamedTuple):
     """A launch in the package's terms. Gaps are sequences of it."""
 
     cu_seqlens_q: Tensor
@@ -64,7 +64,7 @@ class Pack(NamedTuple):
         return self.causal, left is not None, right is not None
 
 
-class Step(NamedTuple):
+class CompiledCall(NamedTuple):
     """One call of a compiled function."""
 
     owner: str
@@ -101,7 +101,7 @@ class Shapes(NamedTuple):
         return self.dtype, self.query[1:], self.key[1], self.value[2]
 
 
-class Calls(Protocol):
+class LaunchCalls(Protocol):
     """The forwards, or the backwards, of one launch that are alike. What they have in common is
     made once for all layers."""
 
@@ -206,7 +206,7 @@ class Forwards:
     counted: Counted
     results: Results
 
-    def __init__(self, pack: Pack, shapes: Shapes, scale: float, softcap: float) -> None:
+    def __init__(self, pack: PackedLaunch, shapes: Shapes, scale: float, softcap: float) -> None:
         self._pack, self.shapes, self._scale, self._softcap = pack, shapes, scale, softcap
         self.functions: tuple[Compiled, ...] | None = None
 
@@ -249,7 +249,7 @@ class Backwards:
     results: Results
 
     def __init__(
-        self, pack: Pack, shapes: Shapes, scale: float, softcap: float, has_grad_lse: bool
+        self, pack: PackedLaunch, shapes: Shapes, scale: float, softcap: float, has_grad_lse: bool
     ) -> None:
         self._pack, self.shapes, self._scale, self._softcap = pack, shapes, scale, softcap
         self._has_grad_lse = has_grad_lse
@@ -311,7 +311,9 @@ class Backwards:
         return grad_query, grad_key, grad_value
 
 
-def _sums_of(pack: Pack, tiles: _Tiles, shapes: Shapes, shared: bool) -> list[tuple[int, int, int]]:
+def _sums_of(
+    pack: PackedLaunch, tiles: _Tiles, shapes: Shapes, shared: bool
+) -> list[tuple[int, int, int]]:
     """The sums of a backward in float32, every sequence padded to whole tiles: by query heads the
     gradient of the queries, delta and the log-sum-exp; by key-value heads, where several query
     heads share one, zeros to which each adds its share of the gradients of keys and values."""
@@ -399,7 +401,9 @@ class Caller:
         """Whether calls on a device reach compiled functions without the package's Python."""
         return not self._obstacle and _is_known(device)
 
-    def __call__(self, calls: Calls, rows: list[Tensor], sums: list[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, calls: LaunchCalls, rows: list[Tensor], sums: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         """Compute one of the calls, from rows (n, heads, size) and sums (n, H) of any strides."""
         functions = calls.functions
         if functions is None:
@@ -411,7 +415,7 @@ class Caller:
             return calls.run(functions[counted:] if counted else functions, blocks, memory)
 
     def _by_package(
-        self, calls: Calls, rows: list[Tensor], sums: list[Tensor]
+        self, calls: LaunchCalls, rows: list[Tensor], sums: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Compute by the package, and learn from the first call of a kind."""
         given = _NOTHING.memory(rows, sums)
@@ -429,7 +433,7 @@ class Caller:
         return self(calls, rows, sums)
 
     def _first(
-        self, calls: Calls, owners: Sequence[str], given: list[Tensor]
+        self, calls: LaunchCalls, owners: Sequence[str], given: list[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Compiled, ...] | None]:
         """The results, and the compiled functions if they were called as expected."""
         with _recorded(self._package) as recorded:
@@ -450,12 +454,12 @@ class Caller:
         return results, None
 
 
-def _expected(calls: Calls, owners: Sequence[str], given: list[Tensor]) -> list[Step]:
+def _expected(calls: LaunchCalls, owners: Sequence[str], given: list[Tensor]) -> list[CompiledCall]:
     """The steps of a call by compiled functions, of which none is called."""
-    steps: list[Step] = []
+    steps: list[CompiledCall] = []
 
     def function_of(owner: str) -> Compiled:
-        return lambda *arguments: steps.append(Step(owner, arguments))
+        return lambda *arguments: steps.append(CompiledCall(owner, arguments))
 
     counting = [function_of(Counted.owner)] * len(calls.counted.bounds)
     blocks = calls.counted.new(counting, _NOWHERE) or _NO_BLOCKS
@@ -482,13 +486,13 @@ def _is_known(device: torch.device) -> bool:
 _NOWHERE = torch.device("meta")
 
 
-def _given(steps: Sequence[Step]) -> set[int]:
+def _given(steps: Sequence[CompiledCall]) -> set[int]:
     """Addresses of the tensors that were there before the steps were made."""
     tensors = (x for step in steps for x in step.arguments if isinstance(x, Tensor))
     return {x.data_ptr() for x in tensors if x.device != _NOWHERE}
 
 
-def _described(steps: Sequence[Step], given: set[int]) -> list[tuple[object, ...]]:
+def _described(steps: Sequence[CompiledCall], given: set[int]) -> list[tuple[object, ...]]:
     """Steps without the values of their tensors. Equal ones do the same with the same tensors, and
     with new ones of the same shapes, in the same places."""
     numbers: dict[int, int] = {}
@@ -507,9 +511,9 @@ def _described(steps: Sequence[Step], given: set[int]) -> list[tuple[object, ...
 
 
 @contextmanager
-def _recorded(package: ModuleType) -> Iterator[list[tuple[Step, Callable[..., object]]]]:
+def _recorded(package: ModuleType) -> Iterator[list[tuple[CompiledCall, Callable[..., object]]]]:
     """The steps that the package takes meanwhile on this thread, and their compiled functions."""
-    steps: list[tuple[Step, Callable[..., object]]] = []
+    steps: list[tuple[CompiledCall, Callable[..., object]]] = []
     caches = {name: getattr(package, name).compile_cache for name in _OWNERS}
     for name, cache in caches.items():
         getattr(package, name).compile_cache = _Recorder(name, cache, steps)
@@ -524,7 +528,7 @@ class _Recorder:
     """A cache of compiled functions that writes down how they are called."""
 
     def __init__(
-        self, owner: str, cache: Any, steps: list[tuple[Step, Callable[..., object]]]
+        self, owner: str, cache: Any, steps: list[tuple[CompiledCall, Callable[..., object]]]
     ) -> None:
         self._owner, self._cache, self._steps = owner, cache, steps
         self._thread = threading.get_ident()
@@ -541,7 +545,7 @@ class _Recorder:
             return function
 
         def called(*arguments: Any) -> object:
-            self._steps.append((Step(self._owner, arguments), function))
+            self._steps.append((CompiledCall(self._owner, arguments), function))
             return function(*arguments)
 
         return called

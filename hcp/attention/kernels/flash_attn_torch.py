@@ -1,5 +1,5 @@
 """PyTorch's own kernels, the family "torch": FlashAttention-2 on CUDA in here, its flash attention
-for the CPU in ``cpu``, and the formula for the dtypes that these lack."""
+for the CPU in ``flash_attn_cpu``, and the formula for the dtypes that these lack."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hcp.attention.kernels import (
     Attended,
-    Call,
     Kernel,
+    KernelCall,
     Launch,
     ResultGrads,
-    cpu,
+    flash_attn_cpu,
     formula,
     nan_for_infinity,
 )
@@ -40,7 +40,7 @@ class Flash2:
 
     packs = True
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: KernelCall) -> bool:
         return True
 
     def forward(
@@ -125,4 +125,4 @@ _KERNEL = Flash2()
 
 
 def for_device(device: torch.device) -> Sequence[Kernel]:
-    return (cpu.KERNEL if device.type == "cpu" else _KERNEL), formula.KERNEL
+    return (flash_attn_cpu.KERNEL if device.type == "cpu" else _KERNEL), formula.KERNEL

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hcp.attention.kernels import Call
+from hcp.attention.kernels import KernelCall
 
 LONG = "flash_attn_4", "flash_attn_3", "cudnn", "torch", "flash_attn"
 MIDDLE = "cudnn", "flash_attn_4", "flash_attn_3", "torch", "flash_attn"
@@ -21,14 +21,14 @@ LEAST_KEYS = {False: (750.0, 100.0), True: (190.0, 190.0)}
 """By direction, backward being True: the least keys of LONG, and those of MIDDLE."""
 
 
-def order_of(call: Call) -> Sequence[str]:
+def order_of(call: KernelCall) -> Sequence[str]:
     """Families, the fastest for a call first."""
     long, middle = LEAST_KEYS[call.backward]
     keys = keys_of_a_query(call)
     return LONG if keys >= long else MIDDLE if keys >= middle else SHORT
 
 
-def keys_of_a_query(call: Call) -> float:
+def keys_of_a_query(call: KernelCall) -> float:
     """The keys that a query of the launch sees on average."""
     queries = sum(entry.query_rows for entry in call.launch.entries)
     return call.launch.pairs / queries

@@ -16,7 +16,7 @@ CHOICES = "torch", "cudnn", "flash_attn", "flash_attn_4", "flash_attn_3"
 """The families that "auto" chooses between. PyTorch's is on every GPU."""
 
 
-class Found(NamedTuple):
+class FamilyStatus(NamedTuple):
     """A family on a GPU."""
 
     family: str
@@ -30,10 +30,10 @@ class Found(NamedTuple):
         return f"{self.family} ({package} {version})" if package else self.family
 
 
-def survey(capability: tuple[int, int]) -> list[Found]:
+def survey(capability: tuple[int, int]) -> list[FamilyStatus]:
     """``CHOICES`` on a GPU of this compute capability. Their packages are looked up, and not
     imported."""
-    return [Found(name, _lacks(name, capability)) for name in CHOICES]
+    return [FamilyStatus(name, _lacks(name, capability)) for name in CHOICES]
 
 
 def _lacks(name: str, capability: tuple[int, int]) -> str | None:
@@ -82,7 +82,7 @@ def _load(name: str, device: torch.device) -> PackedKernel | str:
     return _loaded[name, device]
 
 
-def present(device: torch.device) -> tuple[dict[str, PackedKernel], list[Found]]:
+def present(device: torch.device) -> tuple[dict[str, PackedKernel], list[FamilyStatus]]:
     """The kernels that are there, by family, and what was found of all families."""
     kernels: dict[str, PackedKernel] = {}
     found = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Launch, PackedKernel
+from hcp.attention.kernels import KernelCall, Launch, PackedKernel
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 """Most that a result may be off, as a share of the largest expected, or of 1."""
 
 
-def fault(kernel: PackedKernel, call: Call, softcap: float) -> str | None:
+def fault(kernel: PackedKernel, call: KernelCall, softcap: float) -> str | None:
     """Name what the kernel gets wrong for calls like this one. None: nothing.
 
     It computes rows of other lengths, with the call's dtype, heads, head sizes and window. Raises
@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
         return math.sqrt(1 / self.query.shape[2])
 
     @classmethod
-    def like(cls, call: Call, launch: Launch) -> _Rows:
+    def like(cls, call: KernelCall, launch: Launch) -> _Rows:
         (_, heads, size), (_, key_heads, value_size) = call.query.shape, call.value.shape
         queries, keys = launch.queries.stop, launch.keys.stop
         generator = torch.Generator(call.query.device).manual_seed(0)

@@ -16,17 +16,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.bridge.evaluation import EvalContextParallel
 from hcp.integrations.megatron.evaluate import wrap_evaluate
+from hcp.integrations.megatron.megatron_arguments import add_megatron_arguments, config_from_args
 
 if TYPE_CHECKING:
     from hcp.integrations.megatron.bridge.dynamic import DynamicContextParallel
     from hcp.integrations.megatron.cpu import megatron_on_cpu
     from hcp.integrations.megatron.data import MicroBatches, plan_batches
     from hcp.integrations.megatron.linear_loss import use_linear_cross_entropy
+    from hcp.integrations.megatron.megatron_packed import handler_of, packed_seq_params
     from hcp.integrations.megatron.mtp import hcp_model_class
-    from hcp.integrations.megatron.packed import handler_of, packed_seq_params
     from hcp.integrations.megatron.pool import CPGroupPool
     from hcp.integrations.megatron.spec import hcp_layer_spec
     from hcp.integrations.megatron.step import forward_step, mean_loss

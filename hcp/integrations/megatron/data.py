@@ -19,9 +19,9 @@ import hcp
 from hcp._words import Sync
 from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.documents import bounds_of, first_miscounted, short
-from hcp.integrations.megatron.packed import packed_seq_params, with_padding
+from hcp.integrations.megatron.megatron_packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
-from hcp.step.ahead import Read
+from hcp.step.ahead import ReadItems
 from hcp.step.planner import StepPlanner
 
 Batch = dict[str, Any]
@@ -141,7 +141,9 @@ def plan_batches(
         micro_batch_group=micro_batch_group,
     )
     source = iter(batches)
-    shares = (Read(_own_share(next(source, ()), groups, samples_of)) for _ in itertools.count())
+    shares = (
+        ReadItems(_own_share(next(source, ()), groups, samples_of)) for _ in itertools.count()
+    )
     steps = planner.steps(shares, groups, until_empty=True)
     with contextlib.closing(steps):
         for number, step in enumerate(steps):

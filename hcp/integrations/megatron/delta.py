@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 from hcp.integrations.megatron.twin import named
 from hcp.integrations.recurrent import convolve, delta_rule
 

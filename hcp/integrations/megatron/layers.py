@@ -22,11 +22,16 @@ from torch import Tensor
 
 import hcp
 from hcp._words import CommType
-from hcp.integrations.megatron.backends import backend_of_config
-from hcp.integrations.megatron.checks import check_experts
-from hcp.integrations.megatron.latent import Expansion, hand_on, sends_latents
-from hcp.integrations.megatron.packed import handler_of, with_padding, without_causal_mask
-from hcp.integrations.megatron.rotary import Rotations, check_latent, latent_twin, rotations_of
+from hcp.integrations.megatron.attention_backend import backend_of_config
+from hcp.integrations.megatron.megatron_checks import check_experts
+from hcp.integrations.megatron.megatron_latent import Expansion, hand_on, sends_latents
+from hcp.integrations.megatron.megatron_packed import handler_of, with_padding, without_causal_mask
+from hcp.integrations.megatron.megatron_rotary import (
+    Rotations,
+    check_latent,
+    latent_twin,
+    rotations_of,
+)
 from hcp.integrations.megatron.twin import twin
 from hcp.step.backends import require_backend
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import hcp
 from hcp.attention.scan_types import PASS_STATES, ScanChoice
-from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 from hcp.integrations.megatron.twin import named, twin
 from hcp.integrations.recurrent import convolve, mamba_states, scan_mamba
 

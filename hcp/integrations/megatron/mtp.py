@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 
 
 class _Counted(Tensor):

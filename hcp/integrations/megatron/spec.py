@@ -12,8 +12,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from hcp.integrations.megatron.delta import passing_states
 from hcp.integrations.megatron.layers import CoreAttention, is_absorbed, positioned
 from hcp.integrations.megatron.mamba import sharing_heads
+from hcp.integrations.megatron.megatron_dsa import choosing
 from hcp.integrations.megatron.mtp import rolling
-from hcp.integrations.megatron.sparse import choosing
 
 # By name: importing a Mamba mixer takes Triton, which a GPT does without.
 _COUNTERPARTS: dict[str, Callable[..., type]] = {

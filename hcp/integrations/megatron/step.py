@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from hcp.integrations.megatron.checks import check_experts
+from hcp.integrations.megatron.megatron_checks import check_experts
 from hcp.step.loss import masked_sum
 
 Losses = Callable[[Tensor, Tensor], Tensor]

@@ -39,11 +39,11 @@ require(
 )
 
 # What imports torchtitan comes after what refuses its absence.
-from hcp.integrations.torchtitan.attention import (  # noqa: E402
+from hcp.integrations.torchtitan.torchtitan_attention import (  # noqa: E402
     PackedAttention,
     PackedContextParallel,
 )
-from hcp.integrations.torchtitan.checks import check_supported  # noqa: E402
+from hcp.integrations.torchtitan.torchtitan_checks import check_supported  # noqa: E402
 from hcp.integrations.torchtitan.trainer import ContextParallelTrainer  # noqa: E402
 from hcp.integrations.torchtitan.validator import ContextParallelValidator  # noqa: E402
 

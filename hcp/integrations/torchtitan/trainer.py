@@ -30,14 +30,14 @@ from hcp.integrations.torchtitan.batches import (
     model_inputs,
     stand_in_rows,
 )
-from hcp.integrations.torchtitan.checks import alignment_of, check_supported
-from hcp.integrations.torchtitan.experts import StandIns
 from hcp.integrations.torchtitan.sizes import sizes_of_decoder
-from hcp.step.ahead import Read
+from hcp.integrations.torchtitan.torchtitan_checks import alignment_of, check_supported
+from hcp.integrations.torchtitan.torchtitan_experts import StandIns
+from hcp.step.ahead import ReadItems
 from hcp.step.fields import Given
 
 
-class _Read(NamedTuple):
+class _ReadBatch(NamedTuple):
     """The samples that a rank has read for a step."""
 
     batch: Batch
@@ -126,13 +126,13 @@ class ContextParallelTrainer(Trainer):
         """Yield all batches of a step as one. After the end of the loader it has fewer batches, or
         none: the step goes on with those of the other ranks. The next step is read and planned
         while this one trains."""
-        waiting: deque[_Read] = deque()
+        waiting: deque[_ReadBatch] = deque()
         collator = collator_of(self.planner, self.groups, cost=self.cost, alignment=self.alignment)
 
-        def shares() -> Iterator[Read[Given]]:
+        def shares() -> Iterator[ReadItems[Given]]:
             for read in self._read(super_batches):
                 waiting.append(read)
-                yield Read(collator.samples_of(documents_of(*read.batch)))
+                yield ReadItems(collator.samples_of(documents_of(*read.batch)))
 
         super_batches = super().batch_generator(data_iterable)
         steps = collator.planner.steps(shares(), self.groups)
@@ -143,7 +143,7 @@ class ContextParallelTrainer(Trainer):
                 self.metrics_processor.ntokens_since_last_log += read.tokens
                 yield read.batch
 
-    def _read(self, batches: Iterator[Batch]) -> Iterator[_Read]:
+    def _read(self, batches: Iterator[Batch]) -> Iterator[_ReadBatch]:
         """Read the batches of one step after the other."""
         metrics, exhausted = self.metrics_processor, False
         while True:
@@ -156,7 +156,7 @@ class ContextParallelTrainer(Trainer):
                     exhausted = True
             tokens = metrics.ntokens_since_last_log - counted
             metrics.ntokens_since_last_log = counted  # they are counted when they train
-            yield _Read(joined(loaded), tokens, self.dataloader.state_dict())
+            yield _ReadBatch(joined(loaded), tokens, self.dataloader.state_dict())
 
     def _log_stats(self) -> None:
         """Add the metrics of the step to those that torchtitan logs."""

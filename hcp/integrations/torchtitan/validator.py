@@ -14,7 +14,7 @@ from torchtitan.components.validate import Validator
 import hcp
 from hcp.integrations.loader import eval_groups, eval_layout
 from hcp.integrations.torchtitan.batches import collator_of, documents_of, model_inputs
-from hcp.step.ahead import Read
+from hcp.step.ahead import ReadItems
 
 
 class ContextParallelValidator(Validator):
@@ -53,7 +53,7 @@ class ContextParallelValidator(Validator):
         """Return the mean loss of the validation set under the layout of `groups`."""
         metrics, loaded = hcp.Metrics(groups), 0
         collator = collator_of(self.planner, groups, cost=self.cost, alignment=self.alignment)
-        shares = (Read(collator.samples_of(read)) for read in self._documents())
+        shares = (ReadItems(collator.samples_of(read)) for read in self._documents())
         for step in collator.planner.steps(shares, groups, until_empty=True):
             loaded += sum(step.plan.lengths)
             for cp, local in step:

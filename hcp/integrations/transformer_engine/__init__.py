@@ -1,1 +1,1 @@
-"""The backend "transformer_engine" (``handler.Handler``), and rules for rebinding."""
+"""The backend "transformer_engine" (``TransformerEngineHandler``), and rules for rebinding."""

@@ -15,12 +15,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hcp.attention.kernels import Choice, kernel_for
+from hcp.attention.kernels import KernelChoice, kernel_for
 from hcp.integrations.experts import capacities
-from hcp.integrations.rotary import Unrotated, take_rotary
-from hcp.integrations.transformers import indexer, recurrent
+from hcp.integrations.transformers import indexer, transformers_recurrent
 from hcp.integrations.transformers.encoder import EncoderMask, attend
-from hcp.integrations.transformers.latent import Unexpanded
 from hcp.integrations.transformers.masks import CHUNKED, FULL, LAYERS, SLIDING
 from hcp.integrations.transformers.probe import (
     NoHandlerError,
@@ -28,6 +26,8 @@ from hcp.integrations.transformers.probe import (
     probe,
     was_probed,
 )
+from hcp.integrations.transformers.transformers_latent import Unexpanded
+from hcp.integrations.unrotated import Unrotated, take_rotary
 from hcp.step.handler import ContextParallelHandler
 
 ATTENTION = "hcp"
@@ -74,7 +74,7 @@ def register_hcp_attention(
                 f"{type(model).__name__} has an encoder and a decoder, expected a decoder alone, "
                 "or T5Gemma by hcp.integrations.transformers.register_for_seq2seq(model)"
             )
-        recurrent.hand_states_on(model)
+        transformers_recurrent.hand_states_on(model)
         indexer.hand_choices_on(model)
         probe(model, ATTENTION, fused_rope=fused_rope, latents=send_latents)
 
@@ -101,11 +101,12 @@ def check_model(model: nn.Module) -> None:
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"the model is a {name}, expected a PreTrainedModel of Transformers")
-    known = recurrent.is_recurrent(config)
+    known = transformers_recurrent.is_recurrent(config)
     if getattr(model, "_is_stateful", False) and not known:
         raise ValueError(
             f"{name} has layers with a state that scans the sequence, expected attention only, or "
-            f"one of {sorted(recurrent.MODEL_TYPES)}: the state of others does not cross ranks"
+            f"one of {sorted(transformers_recurrent.MODEL_TYPES)}: the state of others does not "
+            "cross ranks"
         )
     if not (known or getattr(model, "_supports_attention_backend", False)):
         raise ValueError(
@@ -122,7 +123,7 @@ def check_softcap(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     config: Any = model.config
     for part in (config, *_parts(config)):
         if softcap := getattr(part, "attn_logit_softcapping", None):
-            kernel_for(device, dtype, Choice(softcap=softcap))
+            kernel_for(device, dtype, KernelChoice(softcap=softcap))
 
 
 def _parts(config: Any) -> list[Any]:
@@ -133,7 +134,11 @@ def _parts(config: Any) -> list[Any]:
 
 def _check_config(config: Any) -> None:
     name = type(config).__name__
-    known = LAYERS | recurrent.LAYERS if recurrent.is_recurrent(config) else LAYERS
+    known = (
+        LAYERS | transformers_recurrent.LAYERS
+        if transformers_recurrent.is_recurrent(config)
+        else LAYERS
+    )
     known = known | {indexer.LAYER} if indexer.is_indexed(config) else known
     others = set(getattr(config, "layer_types", None) or ()) - known
     if others:
@@ -282,7 +287,7 @@ def hcp_attention(
     right = -1 if cp.plan.masks else 0
     keys = _keys(rows, value, cp.rows) if latent is None else latent.arguments(cp.rows)
     queries = query[0].transpose(0, 1)[: cp.rows].to(keys["key"].dtype)
-    if isinstance(options.get("indices"), indexer.Choice):
+    if isinstance(options.get("indices"), indexer.ChosenKeys):
         _refuse_with_indices(module, size, softcap, s_aux, dropout, rotary)
         indices = options["indices"].indices(cp)
         keys.pop("parameters", None)  # autograd follows the function that expands
@@ -394,7 +399,7 @@ def _refuse(
 ) -> None:
     name = type(module).__name__
     for option in REFUSED:
-        if not isinstance(options.get(option), indexer.Choice | None):
+        if not isinstance(options.get(option), indexer.ChosenKeys | None):
             raise ValueError(
                 f"{name} asks for {option}={_shown(options[option])}, expected a model without: "
                 "none of the attention kernels in use computes it"

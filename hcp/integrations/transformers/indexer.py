@@ -24,7 +24,7 @@ LAYER = "indexed_attention"
 _MADE_BY_HCP = "_hcp_lets_attention_choose"
 
 
-class Choice:
+class ChosenKeys:
     """The keys of a layer, which are chosen when attention asks for them. Layers that share them
     hand it on."""
 
@@ -84,7 +84,9 @@ def _install(cls: type) -> None:
 
 
 @torch.no_grad()
-def _choice(indexer: Any, hidden: Tensor, q_resid: Tensor, rotary: tuple[Tensor, Tensor]) -> Choice:
+def _choice(
+    indexer: Any, hidden: Tensor, q_resid: Tensor, rotary: tuple[Tensor, Tensor]
+) -> ChosenKeys:
     """Compute what an indexer scores keys by: the model's own indexer has no gradient either."""
     rotated, passed = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
     query = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
@@ -96,7 +98,7 @@ def _choice(indexer: Any, hidden: Tensor, q_resid: Tensor, rotary: tuple[Tensor,
     )
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * scale
-    return Choice(query, key.squeeze(2), weights, indexer.index_topk)
+    return ChosenKeys(query, key.squeeze(2), weights, indexer.index_topk)
 
 
 def _rotate_of(indexer: nn.Module) -> Any:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from hcp.integrations.transformers.latent import expand_before, send_latents
 from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import model_inputs
-from hcp.integrations.transformers.rotary import Rotator, let_model_rotate, let_rotate
+from hcp.integrations.transformers.transformers_latent import expand_before, send_latents
+from hcp.integrations.transformers.transformers_rotary import Rotator, let_model_rotate, let_rotate
 from hcp.planning.plan import plan
 from hcp.step.dispatch import dispatch
 from hcp.tools.loopback import loopback

@@ -16,11 +16,11 @@ from unittest import mock
 
 import hcp
 from hcp._validate import expect_choice
-from hcp.integrations.megatron.arguments import config_from_args
-from hcp.integrations.megatron.bridge.seams import BridgeCallback, check_batches, module_with
+from hcp.integrations.megatron.bridge.bridge_seams import BridgeCallback, check_batches, module_with
 from hcp.integrations.megatron.lm.logged import Writers
 from hcp.integrations.megatron.lm.schedule import PlannedSchedule
 from hcp.integrations.megatron.lm.seams import with_layers
+from hcp.integrations.megatron.megatron_arguments import config_from_args
 
 OPTIONS = (
     *("sequence_packing_scheduler", "min_dynamic_context_parallel_size", "ranks_per_node"),

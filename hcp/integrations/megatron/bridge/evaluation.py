@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hcp.groups.process_groups import ProcessGroups
-from hcp.integrations.megatron.bridge.seams import BridgeCallback, check_batches
+from hcp.integrations.megatron.bridge.bridge_seams import BridgeCallback, check_batches
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import Rebound, rebind
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.megatron_arguments import add_megatron_arguments, config_from_args
 from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS, Config
 
 _SCHEDULER = "--sequence-packing-scheduler"

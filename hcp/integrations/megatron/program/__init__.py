@@ -3,7 +3,7 @@
     python -m hcp.integrations.megatron --ranks 4             4 ranks on this machine
     torchrun --nproc-per-node 8 -m hcp.integrations.megatron  under a launcher of your own
 
-Read training.py first: it is what changes in a script of your own.
+Read pretraining.py first: it is what changes in a script of your own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    from hcp.integrations.megatron.program import arguments
+    from hcp.integrations.megatron.program import program_arguments
 
-    return arguments.parse_args(argv)
+    return program_arguments.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
-    from hcp.integrations.megatron.program.training import pretrain
+    from hcp.integrations.megatron.program.pretraining import pretrain
 
     pretrain(args)

@@ -31,7 +31,10 @@ from hcp.tools.programs.arguments import (
     check_seed,
     number_of_ranks,
 )
-from hcp.tools.programs.data import (
+from hcp.tools.programs.launch import Program
+from hcp.tools.programs.progress import progress
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.text_data import (
     END_OF_DOCUMENT,
     VOCABULARY_SIZE,
     Corpus,
@@ -39,9 +42,6 @@ from hcp.tools.programs.data import (
     read_corpus,
     sample,
 )
-from hcp.tools.programs.launch import Program
-from hcp.tools.programs.progress import progress
-from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
 DESCRIPTION = """\

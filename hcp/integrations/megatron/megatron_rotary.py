@@ -22,10 +22,10 @@ from torch import Tensor
 import hcp
 from hcp.attention import rotary as rope
 from hcp.attention.rotary import Rotary
-from hcp.integrations.megatron.latent import Unprojected
-from hcp.integrations.megatron.packed import with_padding
+from hcp.integrations.megatron.megatron_latent import Unprojected
+from hcp.integrations.megatron.megatron_packed import with_padding
 from hcp.integrations.megatron.twin import twin
-from hcp.integrations.rotary import once, place_of
+from hcp.integrations.unrotated import once, place_of
 
 # ---- self-attention ------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from hcp.tools.drawing import timeline_svg
 from hcp.tools.programs.draw import pyplot, write_figure
 from hcp.tools.programs.files import append_to_file, expect_writable
 from hcp.tools.programs.progress import progress
-from hcp.tools.programs.records import (
+from hcp.tools.programs.run_records import (
     NAMES,
     Evaluation,
     RunRecord,

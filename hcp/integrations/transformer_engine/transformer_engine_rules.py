@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hcp.groups.process_groups import ProcessGroups
-from hcp.rebinding.looks import has, is_a
 from hcp.rebinding.packages import PackageRules
 from hcp.rebinding.rules import Rule
+from hcp.rebinding.safe_access import has, is_a
 
 _METHOD = "set_context_parallel_group"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hcp
 from hcp._words import CommType
 from hcp.attention.rotary import Rotary
-from hcp.tools.programs.data import VOCABULARY_SIZE
+from hcp.tools.programs.text_data import VOCABULARY_SIZE
 
 
 class RotaryEmbedding(nn.Module):

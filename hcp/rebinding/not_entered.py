@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
-from hcp.rebinding.looks import module_of
+from hcp.rebinding.safe_access import module_of
 
 _CLOSED: Any = (
     torch.Tensor,

@@ -11,7 +11,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from hcp.integrations.loader import check_model_config
-from hcp.integrations.torchtitan.attention import PackedAttention
+from hcp.integrations.torchtitan.torchtitan_attention import PackedAttention
 from hcp.integrations.torchtitan.validator import ContextParallelValidator
 
 EXPECTED: tuple[tuple[str, object, str], ...] = (

@@ -13,7 +13,7 @@ from hcp.exchange.layout import Layout
 from hcp.exchange.sums import HandlerGroup
 
 
-class Handler(Protocol):
+class MegatronStyleHandler(Protocol):
     """The protocol of these parts. :class:`hcp.ContextParallelHandler` implements it."""
 
     layout: Layout

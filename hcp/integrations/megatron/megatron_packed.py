@@ -18,7 +18,7 @@ from torch import Tensor
 import hcp
 from hcp._words import CommType
 from hcp.exchange.torch_p2p import TorchTransport
-from hcp.integrations.megatron.backends import backend_of_config
+from hcp.integrations.megatron.attention_backend import backend_of_config
 from hcp.tools.loopback import one_rank
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hcp.integrations.megatron.backends import BACKENDS, backend_of
+from hcp.integrations.megatron.attention_backend import BACKENDS, backend_of
 from hcp.step.config import MEGATRON_SCHEDULERS, Config
 from hcp.tools.programs.options import add_arguments
 

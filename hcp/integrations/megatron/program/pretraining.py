@@ -43,10 +43,13 @@ from torch import Tensor
 import hcp
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.barrier import waits_in_layers
-from hcp.integrations.megatron.program.report import Run, report
+from hcp.integrations.megatron.program.program_report import Run, report
 from hcp.step.config import NO_WINDOW, Config
 from hcp.tools.programs.arguments import cost_model
-from hcp.tools.programs.data import (
+from hcp.tools.programs.progress import progress
+from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.tools.programs.run_records import Evaluation, StepRecord
+from hcp.tools.programs.text_data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
@@ -54,9 +57,6 @@ from hcp.tools.programs.data import (
     load,
     read_corpus,
 )
-from hcp.tools.programs.progress import progress
-from hcp.tools.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.tools.programs.records import Evaluation, StepRecord
 
 
 @dataclass(frozen=True)

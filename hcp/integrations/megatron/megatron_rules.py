@@ -8,9 +8,9 @@ import torch
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.derived import Names
-from hcp.rebinding.looks import has, is_a, own_attributes
 from hcp.rebinding.packages import PackageRules
 from hcp.rebinding.rules import Rule
+from hcp.rebinding.safe_access import has, is_a, own_attributes
 
 _DELTA_METHOD = "_setup_variant_attrs"
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hcp.attention.rotary import Rotary, firsts_before_seconds, rotate, rotate_by_torch
-from hcp.integrations.rotary import Unrotated, once, place_of
 from hcp.integrations.transformers.indexer import is_indexer
+from hcp.integrations.unrotated import Unrotated, once, place_of
 from hcp.step.handler import ContextParallelHandler
 
 FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"

@@ -28,7 +28,7 @@ except ImportError as error:
     ) from None
 
 
-class Handler(ContextParallelHandler):
+class TransformerEngineHandler(ContextParallelHandler):
     """A handler whose attention is Transformer Engine's.
 
     Transformer Engine exchanges rows over a process group of the plan's ranks: give it as

@@ -13,13 +13,13 @@ from hcp.errors import HcpError
 from hcp.rebinding import packages, revision
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere
-from hcp.rebinding.looks import is_a, own_attributes
 from hcp.rebinding.places import MODEL_TABLES
 from hcp.rebinding.request import Request, another_layout, same_layout, walk_for
+from hcp.rebinding.safe_access import is_a, own_attributes
 from hcp.rebinding.writers import Slot
 
 
-class Table:
+class RequestTable:
     """The slots of one request, and a test of whether the model still has these and no others."""
 
     def __init__(self, request: Request, tables: ModelTables) -> None:
@@ -68,7 +68,7 @@ class ModelTables:
     """Most tables that are kept."""
 
     def __init__(self) -> None:
-        self.tables: dict[tuple[Any, ...], Table] = {}
+        self.tables: dict[tuple[Any, ...], RequestTable] = {}
         self.state: dict[str, Any] = {"inside": None, "layout": None, "thread": 0, "depth": 0}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class ModelTables:
         if not same_layout(layout, request.old):
             raise ValueError(another_layout(layout, request))
 
-    def table(self, request: Request) -> Table | DepthOnly:
+    def table(self, request: Request) -> RequestTable | DepthOnly:
         """The kept table for a request, or a new one if the model has changed since."""
         if self.state["depth"] and self.state["inside"] == request.key():
             return DepthOnly(request, self)
@@ -117,7 +117,7 @@ class ModelTables:
         key = (self.state["depth"], threading.get_ident(), *request.key())
         table = self.tables.pop(key, None)
         if table is None or not table.still_holds():
-            table = Table(request, self)
+            table = RequestTable(request, self)
         self.tables[key] = table
         while len(self.tables) > self.LIMIT:
             self.tables.pop(next(iter(self.tables)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hcp.integrations.megatron.versions import require_megatron
-from hcp.tools.programs.records import (
+from hcp.tools.programs.run_records import (
     NAMES,
     Evaluation,
     RunRecord,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcp.step.arrival import Arrival
+from hcp.step.device_copies import DeviceCopies
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,21 +23,21 @@ def device_here() -> torch.device:
 def test_copies_do_not_wait_for_what_computes() -> None:
     device = device_here()
     rows = torch.arange(1 << 20).pin_memory()
-    with Arrival(device) as first:
-        first.bring(rows)  # the allocator and the stream are there
+    with DeviceCopies(device) as first:
+        first.copy(rows)  # the allocator and the stream are there
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
     computed = torch.cuda.Event()
     computed.record()
-    with Arrival(device) as arrival:
-        moved = arrival.bring(rows)
-        assert arrival._copies is not None
-        arrival._copies.synchronize()
+    with DeviceCopies(device) as copies:
+        moved = copies.copy(rows)
+        assert copies._copies is not None
+        copies._copies.synchronize()
         assert not computed.query(), "the copy waited for the stream that computes"
     total = moved.sum()  # on the stream that computes, which waits for the copy
     assert total.item() == rows.sum().item()
-    with Arrival(device) as again:
-        assert again.bring(moved) is moved
+    with DeviceCopies(device) as again:
+        assert again.copy(moved) is moved
 
 
 def test_what_comes_next_reads_the_rows_and_no_later_ones() -> None:
@@ -46,8 +46,8 @@ def test_what_comes_next_reads_the_rows_and_no_later_ones() -> None:
     steps = [torch.full((1 << 20,), i, dtype=torch.int64).pin_memory() for i in range(16)]
     read = []
     for rows in steps:
-        with Arrival(device) as arrival:
-            moved = arrival.bring(rows)
+        with DeviceCopies(device) as copies:
+            moved = copies.copy(rows)
         torch.cuda._sleep(CYCLES // 50)
         read.append(torch.stack([moved.min(), moved.max()]))
         del moved

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Arrival:
+class DeviceCopies:
     """Brings tensors to a device. On a GPU the copies have a stream of their own, so that they run
     while the step before computes, and what the caller queues after the ``with`` waits for them.
 
@@ -21,10 +21,10 @@ class Arrival:
         self._copies = _stream_of_copies(device) if cuda else None
         self._reader = torch.cuda.current_stream(device) if cuda else None
 
-    def __enter__(self) -> Arrival:
+    def __enter__(self) -> DeviceCopies:
         return self
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device: itself if it is there."""
         if tensor.device == self._device:
             return tensor

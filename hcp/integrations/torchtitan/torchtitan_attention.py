@@ -23,8 +23,8 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
 import hcp
-from hcp.integrations.rotary import Unrotated, take_rotary
-from hcp.integrations.torchtitan.rotary import by_hcp
+from hcp.integrations.torchtitan.torchtitan_rotary import by_hcp
+from hcp.integrations.unrotated import Unrotated, take_rotary
 
 _numbers = itertools.count()
 """Numbers for the layers of this process, in the order in which they are built."""

@@ -19,7 +19,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
 import hcp
 from hcp.attention.rotary import Rotary, rotate
-from hcp.integrations.rotary import Unrotated, once, place_of
+from hcp.integrations.unrotated import Unrotated, once, place_of
 
 _OPTIONS = {field.name for field in fields(RoPE.Config)} - {"param_init", "sharding_config"}
 """The options of a rotary embedding that its table depends on."""

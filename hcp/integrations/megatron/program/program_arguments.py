@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from hcp._validate import expect_size, flag
-from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
-from hcp.integrations.megatron.checks import check_gloo
+from hcp.integrations.megatron.megatron_arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.megatron_checks import check_gloo
 from hcp.step.config import Config
 from hcp.tools.programs.arguments import (
     HelpFormatter,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp.integrations.megatron.layers import OneRank, RowsOf
-from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 from hcp.integrations.megatron.twin import twin
 
 _LEAST = 1e-10
