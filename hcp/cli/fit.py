@@ -1,13 +1,15 @@
 """Fit the prices of a cost model to measured micro-batches, by non-negative least squares.
 
-A measured time is taken as a sum of amounts times prices, with the amounts of the formula in
-docs/concepts/plan.md. No price may be negative: it would mean nothing and break the planner.
+A measured time is taken as a sum of amounts times prices. The core says the amounts: it is asked
+for the time at one price alone. No price may be negative: it would mean nothing and break the
+planner.
 """
 
 # P points, F prices.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.planning.cost import CostModel
+from hcp.planning.cost import PRICES, CostModel
 
 LEAST_SHARE = 0.01
 """The least share of the largest micro-batch's time that its rows must take. Below it, prices
@@ -101,17 +103,38 @@ def _fit_additive(points: Sequence[Point], exchanges: Sequence[str]) -> Fit:
 
 def _amounts(point: Point, exchanges: Sequence[str]) -> dict[str, float]:
     """The amount of each price that a point pays."""
-    d, lengths = point.degree, point.lengths
-    amounts = {
-        "pair": sum(n * (n + 1) / 2 for n in lengths) / d,
-        "token": sum(lengths) / d,
-        "step": len(lengths) * (d - 1),
-        "launch": 1.0,
+    moving = [name + ("_far" if point.far else "") for name in exchanges if point.degree > 1]
+    return {"launch": 1.0} | {
+        name: sum(_amount(name, length, point.degree, point.far) for length in point.lengths)
+        for name in ("pair", "token", "step", *moving)
     }
-    moved = {"exchange": sum(n - n // d for n in lengths), "all_to_all": sum(lengths) / d}
-    for name in exchanges if d > 1 else ():
-        amounts[name + ("_far" if point.far else "")] = moved[name]
-    return amounts
+
+
+_PRICE = 2**16
+"""Of an amount, where its time is asked for: the core's rounding is then 2^-16 of an amount."""
+
+
+@functools.cache
+def _amount(name: str, length: int, degree: int, far: bool) -> float:
+    """The amount of a price that a sequence pays: what the price adds to the core's time."""
+    with_it, without = (_time(length, degree, far, **{name: price}) for price in (_PRICE, 0))
+    return (with_it - without) / _PRICE
+
+
+@functools.cache
+def _hidden(length: int, degree: int, far: bool) -> float:
+    """The pairs whose time hides the exchange of a sequence, where it is the longer of both."""
+    name, much = "exchange_far" if far else "exchange", _PRICE * length
+    paid = _PRICE * _amount("pair", length, degree, far) + much * _amount(name, length, degree, far)
+    exposed = _time(length, degree, far, overlap=1, **{"pair": _PRICE, name: much})
+    return (paid - (exposed - _time(length, degree, far))) / _PRICE
+
+
+def _time(length: int, degree: int, far: bool, **prices: int) -> int:
+    """The core's time at these prices; a token costs 1 more, since it may not be free."""
+    none: dict[str, Any] = dict.fromkeys(PRICES, 0)
+    cost = CostModel(**none | prices | {"token": prices.get("token", 0) + 1})
+    return cost.time(length, degree, degree - 1 if far else 0)
 
 
 def _fit_overlapped(points: Sequence[Point], start: Fit) -> Fit:
@@ -135,11 +158,11 @@ def _exposed_amounts(point: Point, prices: dict[str, float]) -> dict[str, float]
     if d == 1:
         return amounts
     amounts[name] = 0.0
-    for n in point.lengths:
-        hiding = n * (n + 1) / 2 / d * (d - 1) / d
-        if prices.get(name, 0.0) * (n - n // d) > prices["pair"] * hiding:
-            amounts[name] += n - n // d
-            amounts["pair"] -= hiding
+    for length in point.lengths:
+        moved, hidden = _amount(name, length, d, point.far), _hidden(length, d, point.far)
+        if prices.get(name, 0.0) * moved > prices["pair"] * hidden:
+            amounts[name] += moved
+            amounts["pair"] -= hidden
     return amounts
 
 
