@@ -48,7 +48,8 @@ class MovedNames:
             if name in MOVED:
                 said, new = f"cp.{name} is now cp.{MOVED[name]}", MOVED[name]
             elif name in OF_STEP:
-                said, new = f"cp.{name} is now part of step.{name}", OF_STEP[name]
+                new = OF_STEP[name]
+                said = f"cp.{name} is now part of step.{new.lstrip('_')}"
             else:
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self

@@ -69,7 +69,7 @@ def expect_the_formula(entries: list[Entry], size: int, value_size: int) -> None
         k = slice(entry.key_row, entry.key_row + entry.key_rows)
         own, rows = Launch([entry]), (query[q], key[k], value[k])
         want, sums = Formula(0.0).forward(own, *rows, 0.3)
-        wanted = Formula(0.0).backward(own, grad[q], grad_lse[q], *rows, want, sums, 0.3)
+        wanted = Formula(0.0).backward(own, (grad[q], grad_lse[q]), (*rows, want, sums), 0.3)
         both = (out[q], want), (lse[q], sums), (found[0][q], wanted[0])
         both = *both, (found[1][k], wanted[1]), (found[2][k], wanted[2])
         for got, expected in both:

@@ -221,11 +221,11 @@ def test_rounds_move_every_row_once() -> None:
         for number, one in enumerate(rounds_of(moves, moves, mailbox)):
             staged = {stage.reader: stage for stage in one.stages}
             assert all(0 < stage.rows <= mailbox for stage in one.stages)
-            for stretch in one.stretches:
-                for row, rows, part, mailbox_row in stretch.runs.tolist():
-                    peer, held = stretch.owners[part]
+            for read in one.read_ranges:
+                for row, rows, part, mailbox_row in read.runs.tolist():
+                    peer, held = read.owners[part]
                     assert held == staged[peer].rows, (moves, mailbox, number)
-                    here = [stretch.first + row + i for i in range(rows)]
+                    here = [read.first + row + i for i in range(rows)]
                     there = [
                         (b - a + c)
                         for a, n, _, b in staged[peer].runs.tolist()

@@ -91,11 +91,11 @@ def test_an_old_name_is_the_new_one_with_a_warning_at_its_caller(old: str) -> No
     on_one_rank(check)
 
 
-@pytest.mark.parametrize("old", OF_STEP)
-def test_what_a_step_does_is_still_found_at_the_handler(old: str) -> None:
+@pytest.mark.parametrize(("old", "new"), [("arrive", "to_device"), ("pin", "pin")])
+def test_what_a_step_does_is_still_found_at_the_handler(old: str, new: str) -> None:
     def check(cp: hcp.ContextParallelHandler) -> None:
-        with pytest.warns(DeprecationWarning, match=rf"^cp\.{old} is now part of step\.{old}$"):
-            assert getattr(cp, old) == getattr(cp, f"_{old}")
+        with pytest.warns(DeprecationWarning, match=rf"^cp\.{old} is now part of step\.{new}$"):
+            assert getattr(cp, old) == getattr(cp, f"_{new}")
 
     on_one_rank(check)
 
@@ -173,14 +173,14 @@ def test_a_part_is_copied_with_what_holds_it_and_not_pickled(name: str) -> None:
 
 def test_tables_that_arrive_later_arrive_in_the_parts_too() -> None:
     def check(groups: Any) -> None:
-        cp = made(groups, arrives=False)
+        cp = made(groups, on_device=False)
         brought = []
 
         def bring(table: torch.Tensor) -> torch.Tensor:
             brought.append(table.clone())
             return brought[-1]
 
-        cp._arrive(bring)
+        cp._to_device(bring)
         assert len(brought) == 3
         for table in (cp.cu_seqlens, cp.position_ids, cp.whole.cu_seqlens):
             assert any(table is other for other in brought)
