@@ -213,12 +213,13 @@ static void append_launches(maker *m, const int64_t *entries, int64_t first, int
 
 /* ---- runs over launches ---- */
 
-/* Appends n runs over entries as runs over launches. The part `home`, if runs have it, is that of
- * the gradients that came home, which come after the launches of stage 0. */
-static void renumber(maker *m, const int64_t *run, int64_t n, int32_t to, int64_t home) {
+/* Appends n runs over entries as runs over launches. The part `returned`, if runs have it, is
+ * that of the gradients that others returned, which come after the launches of stage 0. A run's
+ * records keep their order, which is that of entries: launches need not ascend. */
+static void renumber(maker *m, const int64_t *run, int64_t n, int32_t to, int64_t returned) {
   for (; n > 0; n--, run += RUN_WORDS) {
     place at = {m->local_launches, 0, 0};
-    if (run[PART] != home) at = m->places[run[PART]];
+    if (run[PART] != returned) at = m->places[run[PART]];
     int64_t first = to == OUTPUTS || to == HCP_LAUNCHES_OUTPUT_RUNS ? at.query : at.key;
     hcp__append(&m->lists, to,
                 (const int64_t[]){run[RUN_ROW], run[RUN_ROWS], at.launch, run[PART_ROW] + first});
@@ -226,8 +227,8 @@ static void renumber(maker *m, const int64_t *run, int64_t n, int32_t to, int64_
 }
 
 /* The same of a section of the schedule. */
-static void renumber_section(maker *m, int32_t from, int32_t to, int64_t home) {
-  renumber(m, record_of(m, from, 0), count_of(m, from), to, home);
+static void renumber_section(maker *m, int32_t from, int32_t to, int64_t returned) {
+  renumber(m, record_of(m, from, 0), count_of(m, from), to, returned);
 }
 
 /* Appends the outputs of the launches [first, end), counted from the first of them. */
@@ -425,8 +426,8 @@ static int64_t move_at(const maker *m, int64_t n, int64_t row) {
   return low;
 }
 
-/* The first of the runs home that starts at a row or after it. */
-static int64_t home_run_at(const maker *m, int64_t row) {
+/* The first of the returned runs that starts at a row or after it. */
+static int64_t return_run_at(const maker *m, int64_t row) {
   int64_t low = 0, high = hcp__records(&m->lists, HCP_LAUNCHES_RETURN_RUNS);
   while (low < high) {
     int64_t middle = low + (high - low) / 2;
@@ -438,9 +439,9 @@ static int64_t home_run_at(const maker *m, int64_t row) {
   return low;
 }
 
-/* Appends the runs home that begin in [row, end), moved to start at `to`. */
+/* Appends the returned runs that begin in [row, end), moved to start at `to`. */
 static void append_staged_runs(maker *m, int64_t row, int64_t end, int64_t to) {
-  for (int64_t i = home_run_at(m, row); i < home_run_at(m, end); i++) {
+  for (int64_t i = return_run_at(m, row); i < return_run_at(m, end); i++) {
     const int64_t *run = hcp__record(&m->lists, HCP_LAUNCHES_RETURN_RUNS, i);
     hcp__append(
         &m->lists, HCP_LAUNCHES_STAGED_RUNS,
@@ -464,8 +465,8 @@ static void append_staged(maker *m) {
   }
 }
 
-/* What this rank reads: local rows, of which those that come home lie where others staged them. */
-static void append_homecoming(maker *m, int64_t total) {
+/* What this rank reads: local rows, some of them where others staged them. */
+static void append_return_read(maker *m, int64_t total) {
   int64_t n = order_moves(m, HCP_SCHEDULE_RETURN_RECEIVES);
   for (int64_t k = 0; k < n; k++) {
     const owner *of = owner_of(m, peer_of(m, HCP_SCHEDULE_RETURN_RECEIVES, k));
@@ -545,7 +546,7 @@ static int64_t append_reads(maker *m) {
   for (int64_t i = 0; i < m->owner_count; i++) total = hcp__sum(total, m->owners[i].rows);
   append_read_of_all(m);
   append_staged(m);
-  append_homecoming(m, total);
+  append_return_read(m, total);
   return total - m->query_rows;
 }
 

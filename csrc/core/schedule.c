@@ -41,7 +41,7 @@ typedef struct builder {
   hcp__seen seen, of_node; /* scratch: what a reader sees, and what its node does           */
   int64_t *wire;    /* places: where the next row of each lies on the wire                  */
   int64_t *base;    /* places: where the present sequence starts among each one's rows      */
-  int64_t *home;    /* places: where the gradient of the next row of each travels           */
+  int64_t *return_row; /* places: where the gradient of the next row of each travels        */
   int64_t *relayed; /* nodes: where what goes on to each starts                             */
   int64_t return_sent, return_received, return_relayed; /* rows so far */
 } builder;
@@ -306,17 +306,17 @@ static void local_stage(builder *b) {
   hcp__end_stage(&b->lists, 0, 0, row, 0);
 }
 
-/* ---- gradients on their way home ---- */
+/* ---- gradients on their way back ---- */
 
 /* Where the gradients of each owner's rows lie in what is sent, those of all stages together:
  * after each other those of one seat, which go to that seat of this node. */
-static void find_homes(builder *b) {
+static void find_return_rows(builder *b) {
   const hcp__view *v = &b->view;
   for (int32_t seat = 0; seat < v->seats; seat++) {
     int64_t first = b->return_sent;
     for (int32_t node = 0; node < v->nodes; node++) {
       int32_t owner = hcp__place_at(v, node, seat);
-      b->home[owner] = b->return_sent;
+      b->return_row[owner] = b->return_sent;
       if (owner != v->j) b->return_sent += all_rows_seen(b, all_sequences(b), owner, v->j);
     }
     if (seat != own_seat(b))
@@ -325,7 +325,7 @@ static void find_homes(builder *b) {
   }
 }
 
-/* Local rows that a reader saw, as a part that came home. */
+/* Local rows that a reader saw, as a part that it returns. */
 static void append_parts(builder *b, int32_t reader, int64_t part) {
   int32_t j = b->view.j;
   int64_t row = 0;
@@ -363,7 +363,7 @@ static int64_t append_relayed_parts(builder *b, int32_t owner, int32_t reader, i
 }
 
 /* What goes on to the owners in other nodes. */
-static void relay_homes(builder *b) {
+static void relay_returns(builder *b) {
   const hcp__view *v = &b->view;
   for (int32_t node = 0; node < v->nodes; node++) {
     int32_t owner = hcp__place_at(v, node, own_seat(b));
@@ -372,7 +372,7 @@ static void relay_homes(builder *b) {
     b->relayed[node] = b->return_relayed;
     append_peer(b, HCP_SCHEDULE_RETURN_RELAY_SENDS, owner, b->return_relayed, rows);
     b->return_relayed += rows;
-    append_relayed_parts(b, owner, v->j, HCP_RELAYED_SENT, b->home[owner]);
+    append_relayed_parts(b, owner, v->j, HCP_RELAYED_SENT, b->return_row[owner]);
   }
 }
 
@@ -389,9 +389,9 @@ static void append_parts_of(builder *b, int32_t reader, int64_t local_entry_coun
   append_peer(b, HCP_SCHEDULE_RETURN_RECEIVES, reader, first, b->return_received - first);
 }
 
-/* What comes home is one more part after the entries of stage 0: from the readers of this node,
+/* What others return is one more part after the entries of stage 0: from the readers of this node,
  * then summed from other nodes. */
-static void append_homecoming(builder *b, int64_t local_entry_count) {
+static void append_returned(builder *b, int64_t local_entry_count) {
   const hcp__view *v = &b->view;
   for (int32_t seat = 0; seat < v->seats; seat++)
     if (seat != own_seat(b))
@@ -419,7 +419,7 @@ static void find_ring_keys(builder *b, int32_t s, int32_t owner, int64_t key_row
   hcp__join_rows(&b->of_node);
 }
 
-/* Queries against the rows of `owner` that this node sees, and the way home of their gradients.
+/* Queries against the rows of `owner` that this node sees, and the way back of their gradients.
  * Returns the key row after them. */
 static int64_t ring_sequence(builder *b, int32_t s, int32_t owner, int64_t key_row) {
   int64_t entry = entry_count(b);
@@ -431,13 +431,13 @@ static int64_t ring_sequence(builder *b, int32_t s, int32_t owner, int64_t key_r
     int64_t row = hcp__row_at(&b->of_node, made[2] - key_row);
     hcp__append(
         &b->lists, HCP_SCHEDULE_RETURN_RUNS,
-        (const int64_t[]){b->home[owner] + hcp__place_in(&b->seen, row), made[3], entry, 0});
+        (const int64_t[]){b->return_row[owner] + hcp__place_in(&b->seen, row), made[3], entry, 0});
   }
   for (int64_t i = 0; i < b->of_node.count; i++) {
     append_pull(b, key_row, &b->of_node.list[i]);
     key_row += b->of_node.list[i].rows;
   }
-  b->home[owner] += rows;
+  b->return_row[owner] += rows;
   return key_row;
 }
 
@@ -604,7 +604,7 @@ static int64_t next_on_wire(builder *b, int32_t s, const hcp__rows *seen) {
  * entries from `entry` on have of them. */
 static void place_keys(builder *b, int32_t s, const hcp__rows *seen, int64_t key_row,
                        int64_t entry) {
-  int64_t *home = &b->home[seen->owner];
+  int64_t *to = &b->return_row[seen->owner];
   append_joined(b, HCP_SCHEDULE_ARRANGE, key_row == 0, next_on_wire(b, s, seen), seen->rows);
   append_pull(b, key_row, seen);
   for (; entry < entry_count(b); entry++) {
@@ -613,9 +613,9 @@ static void place_keys(builder *b, int32_t s, const hcp__rows *seen, int64_t key
             end = hcp__least(key_row + seen->rows, made[2] + made[3]);
     if (begin < end)
       hcp__append(&b->lists, HCP_SCHEDULE_RETURN_RUNS,
-                  (const int64_t[]){*home + begin - key_row, end - begin, entry, begin - made[2]});
+                  (const int64_t[]){*to + begin - key_row, end - begin, entry, begin - made[2]});
   }
-  *home += seen->rows;
+  *to += seen->rows;
 }
 
 /* Entries of one sequence, and the way of its keys. Returns the key row after them. */
@@ -783,15 +783,15 @@ static void stages(builder *b, hcp_comm_type comm_type) {
   local_stage(b);
   int64_t local_entry_count = entry_count(b);
   if (b->view.degree > 1) {
-    find_homes(b);
-    relay_homes(b);
+    find_return_rows(b);
+    relay_returns(b);
     if (comm_type == HCP_COMM_ALL_GATHER)
       all_gather_stages(b);
     else if (has_masks(b))
       p2p_stages(b);
     else
       ring_stages(b);
-    append_homecoming(b, local_entry_count);
+    append_returned(b, local_entry_count);
   }
   append_output_runs(b);
 }
@@ -805,8 +805,8 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
   if (status == HCP_OK) {
     b->wire = places;
     b->base = places + ranks;
-    b->home = b->base + ranks;
-    b->relayed = b->home + ranks;
+    b->return_row = b->base + ranks;
+    b->relayed = b->return_row + ranks;
     stages(b, comm_type);
     for (int32_t k = 0; k < b->view.degree; k++)
       hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
