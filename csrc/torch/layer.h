@@ -146,9 +146,9 @@ Tensors arrive(Tensor received, Tensor segments, int64_t rows, int64_t heads, in
 
 // ---- Sums ------------------------------------------------------------------
 
-// Gradients summed once: those of this rank's calls, (N, heads, size) in columns, and home, where
-// the columns of what others sent lie side by side. With cos and sin, the first column is turned
-// back. Views of the sums, a column each, shaped as the parts.
+// Gradients summed, and rounded once: those of this rank's calls, (N, heads, size) in columns, and
+// home, where the columns of what others sent, already rounded, lie side by side. With cos and sin,
+// the first column is turned back. Views of the sums, a column each, shaped as the parts.
 template <class Device>
 Tensors sum_gradients(Tensors parts, std::optional<Tensor> home, Tensor runs, int64_t rows,
                       int64_t columns, std::optional<Tensor> cos, std::optional<Tensor> sin,

@@ -924,7 +924,9 @@ typedef struct hcp_mask {
  *   RETURN_SENDS   (peer, row, rows): partial gradients to the keys' owners
  *   RETURN_RECEIVES  (peer, row, rows)
  *   LOCAL_RUNS     (row, rows, part, part_row): local rows <- entries of stage
- *                  0, then, as one more part, the gradients that came home
+ *                  0, then, as one more part, the gradients that others
+ *                  returned: this node's ranks, ascending, then the sums
+ *                  of other nodes, ascending
  *   PULLS          (row, rows, peer, peer_row): key rows <- local rows of their
  *                  owner, for ranks that read each other's memory: what PACK,
  *                  SENDS, RECEIVES and ARRANGE come to
@@ -935,7 +937,9 @@ typedef struct hcp_mask {
  *                  They compare their calls with each other: two ranks meet in any exchange
  *
  * Runs ascend by row; records with the same row and rows are one run, and
- * different runs do not overlap.
+ * different runs do not overlap. The records of a run ascend by part, then by
+ * part_row, in whatever order they were found, and its parts are summed in that
+ * order.
  *
  * By nodes, a row crosses a border of nodes once: from its owner to one rank of a node that
  * has readers, which relays it to the readers when SENDS and RECEIVES are over. Partial
@@ -946,8 +950,9 @@ typedef struct hcp_mask {
  *   RELAY_SENDS          (peer, row, rows) of the packed rows
  *   RELAY_RECEIVES       (peer, row, rows) into the received rows
  *   RETURN_RELAY_RUNS    (row, rows, part, part_row): rows that go on <- parts
- *                        HCP_RELAYED_RECEIVED and HCP_RELAYED_SENT: what came home,
- *                        and what was packed to be sent
+ *                        HCP_RELAYED_RECEIVED and HCP_RELAYED_SENT: what this
+ *                        node's ranks returned, ascending, and last what this
+ *                        rank itself packed to be sent
  *   RETURN_RELAY_SENDS   (peer, row, rows) of the sums
  *   RETURN_RELAY_RECEIVES  (peer, row, rows) into what came back
  *
@@ -1031,7 +1036,7 @@ enum { HCP_SCHEDULE_HEADER_WORDS = sizeof(hcp_schedule_header) / sizeof(int64_t)
 /* Write the header of a schedule that nobody else has yet. */
 void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header);
 
-/* Parts of RETURN_RELAY_RUNS. */
+/* Parts of RETURN_RELAY_RUNS, in the order in which they are summed. */
 enum { HCP_RELAYED_RECEIVED, HCP_RELAYED_SENT };
 
 /* Most stages in which ALL_GATHER fetches keys. */
@@ -1076,7 +1081,8 @@ typedef struct hcp_kernel {
 enum { HCP_LAUNCHES_TOGETHER = 3 };
 
 /* Launches are numbered over all stages. Under `packs` an entry joins the first launch of its
- * stage that takes it. Runs are those of the schedule, over launches in place of entries.
+ * stage that takes it. Runs are those of the schedule, over launches in place of entries, and
+ * their records keep the order of entries.
  *
  *   SIZES          launches, query rows, 1 if each launch has all queries, 1 if a single launch
  *                  computes all rows on all keys, which lie here: nothing is merged or summed; rows
@@ -1093,7 +1099,7 @@ enum { HCP_LAUNCHES_TOGETHER = 3 };
  *   OUTPUT_RUNS    local rows <- what no total has when the last stage ends, counted likewise
  *   SUNK_RUNS      OUTPUT_RUNS with one more part of all rows, after those launches
  *   RETURN_RUNS    rows sent back <- launches
- *   LOCAL_RUNS     local rows <- launches of stage 0, then the gradients that came home
+ *   LOCAL_RUNS     local rows <- launches of stage 0, then the gradients that others returned
  *
  * Where ranks read keys in place, further sections say what is read. A read has owners, (peer, all
  * rows that it holds, 1 if no later read of the exchange reads it), ascending, and runs, (row,
