@@ -259,9 +259,9 @@ class FixedAttention:
         keys, values = torch.split(arranged, [key[0].numel(), value[0].numel()], 1)
         return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
 
-    def returned(self, grad_key: Tensor, grad_value: Tensor, stamp: Stamp) -> list[Tensor]:
-        """Gradients of the seen keys and values as those of this rank's rows, summed once over the
-        block. A rank's own sum of a row is rounded before it is sent."""
+    def return_gradients(self, grad_key: Tensor, grad_value: Tensor, stamp: Stamp) -> list[Tensor]:
+        """Gradients of the seen keys and values as those of this rank's rows, summed over the
+        block. A rank's own sum of a row is rounded before it is sent, the block's once more."""
         tables, rows = self.tables, self.tables.capacity.rows
         if tables.places is None:
             return [_cleared(grad, tables.empty) for grad in (grad_key, grad_value)]
@@ -306,5 +306,5 @@ class FixedCall(torch.autograd.Function):
         grad_query, grad_key, grad_value = of.kernel.backward(
             of.launch, (grad_out.contiguous(), None), attended, of.scale
         )
-        own = of.returned(grad_key, grad_value, stamp)
+        own = of.return_gradients(grad_key, grad_value, stamp)
         return _cleared(grad_query, of.tables.empty), *own, None, None

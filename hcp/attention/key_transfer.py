@@ -10,8 +10,14 @@ The gradients of keys and values, from ``cp.attention`` back to the tensors that
   **kernel**, and each launch gives partial gradients (N, G, D) and (N, G, E) of its own keys.
 - ``return_gradients`` of the **transfer** takes them, launch by launch. Those of this rank's keys,
   the launches of the first stage, wait here. Those of others' keys travel by the **transport**.
-- Each owner sums all partial gradients of a row at once, in float32 (float64 for float64), rotates
-  the sum back, and rounds it once: ``sum_gradients`` here, or the transport's kernel that reads.
+- Before gradients travel, their rank sums those of a row, and rounds the sum to the keys' dtype. A
+  relay between nodes sums and rounds again.
+- The owner sums its own and those that came. ``sum_gradients`` rotates the sum of rows that were
+  sent back, and then rounds it. Where the owner reads, the transport's kernel rounds the sum, and
+  ``rotated_back`` rounds once more.
+
+Every sum is in float32 (float64 for float64). docs/internals/schedule.md, "Where key gradients are
+summed", has the order and the roundings of each.
 
 Tables of runs say which rows are added: (row, rows, part, part_row) adds rows of a part, which is a
 launch or what came from others, to rows of the sum.
@@ -251,15 +257,15 @@ class ReadKeys:
 
     @cached_property
     def _grads(self) -> Shared:
-        home = self._launches.gradient_return
+        back = self._launches.gradient_return
         like = self._widths, self._dtype
         return self._transport.share(
             Share(
-                home.staged_rows,
+                back.staged_rows,
                 *like,
-                home.staged_runs,
-                home.readers,
-                [home.read if self._has_gradients else None],
+                back.staged_runs,
+                back.readers,
+                [back.read if self._has_gradients else None],
             )
         )
 
@@ -301,7 +307,7 @@ class ReadKeys:
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:
-            # The kernel that reads and sums does not rotate.
+            # The kernel that reads sums and rounds. It does not rotate: the rotation rounds again.
             grad_key, grad_value = keys_and_values(reading.wait(), self._whole, self._sizes)
             return [rotated_back(grad_key, rotary), grad_value]
 

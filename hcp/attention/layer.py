@@ -3,8 +3,8 @@
 The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense
 blocks of queries and keys library kernels (``hcp.attention.kernels``) compute. Partial outputs are
 merged by log-sum-exp, those of many stages in turns: into a total in float32, while later stages
-run. The backward fetches the keys again, gives the kernel the merged output and log-sum-exp, brings
-partial gradients of keys and values to their owners, and sums them once.
+run. The backward fetches the keys again, gives the kernel the merged output and log-sum-exp, and
+sums partial gradients of keys and values: on each rank, then at their owners (``key_transfer``).
 
 Compilers see one operator instead: ``hcp.attention.operator``.
 
@@ -38,7 +38,7 @@ def attention(
     (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
 
     With ``call.rotary``, queries and keys are rotated first, in fewer passes: keys on their way
-    into what is sent, and summed gradients are rotated back before they are rounded.
+    into what is sent, and summed gradients back before they are rounded (``sum_gradients``).
 
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
@@ -393,7 +393,7 @@ def _backward_rows(
     if not grads and len(layer.schedule.stages) == 1:
         return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
     # Queries that see nothing give no gradients, but others may have some for this rank's keys.
-    returned = layer.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
+    wait = layer.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
     # Meanwhile:
     if total is None:
         parts = grad_queries or [by_query[1][:0]]
@@ -404,7 +404,7 @@ def _backward_rows(
         grad_queries.clear()
         grad_query = rotated_back(total, rotary).to(by_query[1].dtype)
         del total
-    grad_key, grad_value = returned()
+    grad_key, grad_value = wait()
     return grad_query, grad_key, grad_value
 
 

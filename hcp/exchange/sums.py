@@ -1,5 +1,7 @@
 """The parts of a handler that sum over ranks: ``cp.group`` and ``cp.sequences``.
 
+Gradients of keys are summed in ``hcp.attention.key_transfer``.
+
 T rows on this rank.
 """
 
