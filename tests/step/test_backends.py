@@ -113,7 +113,10 @@ def test_unknown_names_are_refused(options: Any, message: str) -> None:
 NEEDED = {
     "cudnn": ("nvidia-cudnn-frontend", "pip install nvidia-cudnn-frontend"),
     "flash_attn": ("flash-attn", "pip install --no-build-isolation flash-attn"),
-    "flash_attn_3": ("flash-attn-3", "build the folder hopper of FlashAttention's repository"),
+    "flash_attn_3": (
+        "flash-attn-3",
+        "build it from the folder hopper of FlashAttention's repository",
+    ),
     "flash_attn_4": ("flash-attn-4", "pip install flash-attn-4==4.0.0b36"),
     "transformer_engine": (
         "transformer-engine",
