@@ -233,7 +233,7 @@ def test_the_demo_draws_no_picture_without_matplotlib_and_says_so(tmp_path: Path
 
 
 def test_calibrate_needs_no_tqdm(tmp_path: Path) -> None:
-    options = f"calibrate {MODEL} --repeats 1 --max-tokens-per-rank 512 --accept-errors --out cost"
+    options = f"calibrate {MODEL} --repeats 2 --max-tokens-per-rank 2048 --accept-errors --out cost"
     done = run_without("matplotlib tqdm", tmp_path, "-m", "hcp", *options.split())
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cost").exists()
