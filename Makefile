@@ -7,8 +7,7 @@
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
-# One more than cores: ranks that wait for each other leave cores idle.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 ARGS    ?=
 # Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1,
 # and from then on, since all environments of this tree share its libraries.

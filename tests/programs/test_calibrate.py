@@ -356,7 +356,7 @@ def test_the_model_of_bytes_holds_for_other_rows() -> None:
     measured = run_ranks(1, measured_on_cpu)[0]
     elsewhere = run_ranks(1, measured_on_cpu, "--max-tokens-per-rank", "400")[0]
     for peak in elsewhere.fit.peaks:
-        assert -0.01 < measured.fit.error(peak) < 0.1
+        assert -0.02 < measured.fit.error(peak) < 0.1  # at 50 rows, 4 KB of others are 1%
 
 
 def test_measured_bytes_become_a_file_that_plans(
