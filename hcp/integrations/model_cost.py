@@ -11,7 +11,7 @@ import torch
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
-from hcp.tools.rates import capability_of, rates_of
+from hcp.tools.rates import machine_cost
 
 _log = logging.getLogger("hcp")
 
@@ -69,14 +69,15 @@ def cost_of_sizes(
     sizes: Sizes, device: torch.device, ranks_per_node: int | None = None
 ) -> CostModel:
     """Return prices of one layer, the mean over those of a model with these sizes."""
-    of_all = CostModel.for_transformer(
+    of_all = machine_cost(
+        device,
+        ranks_per_node,
         hidden_size=sizes.hidden,
         ffn_hidden_size=sizes.feed_forward,
         num_attention_heads=sizes.heads,
         num_query_groups=sizes.key_heads,
         head_dim=sizes.head_dim,
         bytes_per_element=4 if device.type == "cpu" else 2,
-        **rates_of(device.type, ranks_per_node, capability_of(device)),
     )
     if sizes.sliding == 1:
         return replace(of_all, window=sizes.window)

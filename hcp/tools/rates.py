@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hcp.planning.cost import CostModel
 
 if TYPE_CHECKING:  # --help needs no torch
     import torch
@@ -16,6 +18,13 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     from torch.cuda import get_device_capability
 
     return get_device_capability(device)
+
+
+def machine_cost(device: torch.device, ranks_per_node: int | None, **sizes: Any) -> CostModel:
+    """Return the prices of a model on devices like this one. ``sizes``: those of
+    :meth:`hcp.CostModel.for_transformer`."""
+    rates = rates_of(device.type, ranks_per_node, capability_of(device))
+    return CostModel.for_transformer(**sizes, **rates)
 
 
 def rates_of(

@@ -10,6 +10,7 @@ import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.memory import allocated
+from support.memory import Bytes, allocated
 from support.ranks import run_ranks
 
 import hcp
@@ -323,7 +324,12 @@ MEASURED += ["256", "--min-tokens-per-rank", "32"]
 def measured_on_cpu(rank: int, size: int, *argv: str) -> MeasuredMemory:
     """What calibrate --memory measures, by the CPU's allocator."""
     args = parse_arguments([*MEASURED, "--ranks", str(size), "--out", "memory.json", *argv])
-    return measure_memory(args, torch.device("cpu"), allocated, room=2**27 + rank)
+    return measure_memory(args, torch.device("cpu"), least_allocated, room=2**27 + rank)
+
+
+def least_allocated(call: Callable[[], object]) -> Bytes:
+    """The bytes of a call without those that something else happens to hold meanwhile."""
+    return Bytes(*map(min, zip(allocated(call), allocated(call), strict=True)))
 
 
 @pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
@@ -356,7 +362,7 @@ def test_the_model_of_bytes_holds_for_other_rows() -> None:
     measured = run_ranks(1, measured_on_cpu)[0]
     elsewhere = run_ranks(1, measured_on_cpu, "--max-tokens-per-rank", "400")[0]
     for peak in elsewhere.fit.peaks:
-        assert -0.02 < measured.fit.error(peak) < 0.1  # at 50 rows, 4 KB of others are 1%
+        assert -0.01 < measured.fit.error(peak) < 0.1
 
 
 def test_measured_bytes_become_a_file_that_plans(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hcp._validate import flag
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import rows_up_to
-from hcp.tools.rates import capability_of, rates_of
+from hcp.tools.rates import machine_cost
 
 if TYPE_CHECKING:  # --help needs no torch
     import torch
@@ -212,11 +212,12 @@ def cost_model(
     ranks_per_node: int | None = None,
 ) -> CostModel:
     """Return the costs of a model of these sizes on devices of this type."""
-    return CostModel.for_transformer(
+    return machine_cost(
+        device,
+        ranks_per_node,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         bytes_per_element=bytes_per_element,
-        **rates_of(device.type, ranks_per_node, capability_of(device)),
     )

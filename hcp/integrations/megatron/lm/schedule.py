@@ -24,7 +24,7 @@ from hcp.integrations.megatron.lm.reading import (
     drawn_now,
     is_replaying,
 )
-from hcp.tools.rates import capability_of, rates_of
+from hcp.tools.rates import machine_cost
 
 
 class PlannedSchedule:
@@ -197,13 +197,14 @@ def groups_of_parallel_state() -> hcp.ProcessGroups:
 def _cost(args: Any, device: torch.device, ranks_per_node: int | None) -> hcp.CostModel:
     """Return the costs of one pipeline stage of the model."""
     heads = args.num_attention_heads
-    return hcp.CostModel.for_transformer(
+    return machine_cost(
+        device,
+        ranks_per_node,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else heads,
         bytes_per_element=args.params_dtype.itemsize,
-        **rates_of(device.type, ranks_per_node, capability_of(device)),
     )
 
 
