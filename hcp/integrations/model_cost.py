@@ -116,7 +116,8 @@ def sizes_of(config: Any) -> Sizes | None:
         named("n_shared_experts") or 0
     )
     nope, rope = named("qk_nope_head_dim"), named("qk_rope_head_dim")
-    attending, sliding = _shares(getattr(config, "layer_types", None))
+    window = named("sliding_window") or 0
+    attending, sliding = _shares(getattr(config, "layer_types", None), window)
     return Sizes(
         hidden,
         dense if used is None else used * of_expert + shared,
@@ -125,19 +126,20 @@ def sizes_of(config: Any) -> Sizes | None:
         nope + (rope or 0) if nope else named("head_dim") or hidden // heads,
         attending,
         sliding,
-        named("sliding_window") or 0,
+        window,
     )
 
 
-def _shares(kinds: Any) -> tuple[Fraction, Fraction]:
-    """Return how many of the layers attend to all keys, and how many within a window."""
-    if not kinds:
+def _shares(kinds: Any, window: int) -> tuple[Fraction, Fraction]:
+    """Return how many of the layers attend to all keys, and how many within a window. Where no kind
+    is named, a window is that of all layers."""
+    kinds = kinds or ["sliding_attention" if window else "full_attention"]
+    sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    full = sum(kind in _FULL or (kind == "sliding_attention" and not window) for kind in kinds)
+    if full + sliding == 0:
         return Fraction(1), Fraction(0)
-    of_kind = [
-        sum(kind in names for kind in kinds)
-        for names in (("full_attention", "attention"), ("sliding_attention",))
-    ]
-    if not any(of_kind):
-        return Fraction(1), Fraction(0)
-    full, sliding = of_kind
     return Fraction(full, len(kinds)), Fraction(sliding, len(kinds))
+
+
+_FULL = ("full_attention", "attention")
+"""Transformers' names of layers whose queries see all keys before them."""

@@ -56,6 +56,14 @@ def config_of(**names: object) -> SimpleNamespace:
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
             Sizes(64, 192, 8, 2, 8, Fraction(1, 2), Fraction(1, 2), 128),
         ),
+        (
+            {"sliding_window": 128},
+            Sizes(64, 192, 8, 2, 8, Fraction(0), Fraction(1), 128),
+        ),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": None},
+            Sizes(64, 192, 8, 2, 8),
+        ),
     ],
 )
 def test_sizes_are_read_from_the_names_of_transformers(
