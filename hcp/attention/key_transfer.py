@@ -16,8 +16,8 @@ The gradients of keys and values, from ``cp.attention`` back to the tensors that
   sent back, and then rounds it. Where the owner reads, the transport's kernel rounds the sum, and
   ``rotated_back`` rounds once more.
 
-Every sum is in float32 (float64 for float64). docs/internals/schedule.md, "Where key gradients are
-summed", has the order and the roundings of each.
+Sums here are in float32 (float64 for float64). docs/internals/schedule.md, "Where key gradients are
+summed", has the order and the roundings of each, and the sums that other files take.
 
 Tables of runs say which rows are added: (row, rows, part, part_row) adds rows of a part, which is a
 launch or what came from others, to rows of the sum.
@@ -60,7 +60,7 @@ class KeyTransfer(Protocol):
         Those of others' keys leave the list when they are sent or staged.
 
         Returns a function that waits for the gradients of this rank's own, summed and rotated
-        back: (T, G, D), (T, G, E), not contiguous.
+        back: (T, G, D), (T, G, E), perhaps not contiguous.
         """
 
 
@@ -89,23 +89,23 @@ def cut(tensors: list[Tensor], cuts: Tensor | None, count: int) -> list[Tensor]:
 
 def sum_gradients(
     grads: list[Tensor],
-    returned: Tensor | None,
+    home: Tensor | None,
     runs: Tensor,
     rows: int,
-    tensors: int,
+    columns: int,
     rotary: Rotary | None,
 ) -> list[Tensor]:
-    """Sum partial gradients (N, heads, size) of so many tensors, launch by launch; those of the
-    first are rotated back. ``returned``: one more part, whose rows have the tensors side by
-    side."""
+    """Sum partial gradients (N, heads, size), launch by launch. ``columns``: the tensors of each
+    launch, such as keys and values; the sum of the first is rotated back. ``home``: what others
+    sent, whose rows have the columns side by side; one more part."""
     sums: list[Tensor] = torch.ops.hcp.sum_gradients.default(
-        grads, returned, runs, rows, tensors, *(rotary or NO_ROTATION)
+        grads, home, runs, rows, columns, *(rotary or NO_ROTATION)
     )
     return sums
 
 
 def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate back a gradient (T, heads, D) that has a single part."""
+    """Rotate back a gradient (T, heads, D) that is summed and rounded: this rounds once more."""
     return grad if rotary is None else rotary.rotate_back(grad)
 
 

@@ -38,7 +38,7 @@ def attention(
     (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
 
     With ``call.rotary``, queries and keys are rotated first, in fewer passes: keys on their way
-    into what is sent, and summed gradients back before they are rounded (``sum_gradients``).
+    into what is sent, and, where rows are sent, summed gradients back before they are rounded.
 
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
@@ -355,8 +355,8 @@ def _backward(
     value: Tensor,
     rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, before any rotation. ``by_query``: grad_out, query,
-    out, lse and, where there is one, grad_lse."""
+    """Gradients of queries and keys as they were given, not rotated, and of values. ``by_query``:
+    grad_out, query, out, lse and, where there is one, grad_lse."""
     if layer.heads is None:
         return _backward_rows(layer, stamp, by_query, key, value, rotary)
     given = stamp, by_query, key, value

@@ -42,6 +42,7 @@ class Case:
     lse: bool = False
     """Whether the log-sum-exp is returned, and has a gradient."""
     dtype: str = "float64"
+    """float32 for what only float32 shows: sums are in float64 here."""
     backend: str = "torch"
     sharing: bool = False
     """Whether the ranks of loopback read each other's memory."""
