@@ -30,7 +30,6 @@ from torch import Tensor
 
 from hcp.attention.kernels import FAMILIES, Kernel, KernelCall, Launch, auto, join, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
-from hcp.attention.kernels.order import keys_of_a_query
 from hcp.exchange.tables import Entry
 
 PACKS = [
@@ -153,7 +152,7 @@ def print_pack(
         line += f"{gains[0]:7.2f}{gains[1]:7.2f}{first:10.0f}"
         row |= {f"{name} fwd": gains[0], f"{name} bwd": gains[1], f"{name} first, ms": first}
     call = KernelCall(flash2.launches[0], query, value, False, False)
-    row |= {"keys": keys_of_a_query(call), "auto picks": picked(call, all_gains)}
+    row |= {"keys": call.launch.pairs_of_a_query, "auto picks": picked(call, all_gains)}
     print("\n".join([f"{line}{row['keys']:8.0f}  {row['auto picks']}", *failed]), flush=True)
     args.json.add(row)
 

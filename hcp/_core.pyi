@@ -18,6 +18,10 @@ SPLITS: tuple[Literal["whole"], Literal["first"], Literal["even"], Literal["toke
 SCHEDULE_HEADER: tuple[str, ...]
 LAUNCHES_SECTIONS: tuple[tuple[str, int], ...]
 MAILBOX_SECTIONS: tuple[tuple[str, int], ...]
+PACKED_SECTIONS: tuple[tuple[str, int], ...]
+BLOCK_SECTIONS: tuple[tuple[str, int], ...]
+PACKED_SIZES: tuple[str, ...]
+SCHEDULE_SIZES: tuple[str, ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
 LIMIT_LISTS: tuple[str, ...]
@@ -34,6 +38,15 @@ def slices_overlap(words: Sequence[int], /) -> tuple[int, int, int, int] | None:
 def mailbox_rounds(
     sends: Sequence[int], receives: Sequence[int], mailbox_rows: int, /
 ) -> memoryview: ...
+def packed(entries: Buffer, sequences: int, /) -> memoryview: ...
+def block(first: int, ranks: int, rank: int, rows: int, /) -> memoryview: ...
+def keep_moves(moves: Buffer, kept: Buffer, /) -> list[tuple[int, int, int]]: ...
+def read_table(
+    words: Buffer, sections: tuple[tuple[str, int], ...], /
+) -> list[tuple[int, int, int]]: ...
+def read_schedule(
+    words: Buffer, /
+) -> tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]: ...
 def launches(words: Buffer, packs: bool, waiting: int) -> memoryview: ...
 def join_entries(
     entries: Buffer, packs: bool, query_runs: Buffer = ..., key_runs: Buffer = ...

@@ -231,6 +231,14 @@ void hcp__align_runs(hcp__lists *lists, int32_t section);
  * out of memory. */
 hcp_table *hcp__table_allocate(int32_t header_words, int32_t n, const int64_t *records,
                                const int32_t *widths);
+/* Finds the sections of words that a caller has, of a table of its kind: see hcp_table_read.
+ * Returns 0 unless every one lies inside. */
+int hcp__find_sections(const int64_t *words, int64_t word_count, int64_t header_words, int32_t n,
+                       const int32_t *widths, hcp_section *sections);
+extern const int32_t hcp__schedule_widths[HCP_SCHEDULE_SECTION_COUNT];
+/* The fields of a stage's record that are not read in order. */
+enum { HCP__STAGE_ENTRIES = 4, HCP__STAGE_PULLS = 5, HCP__STAGE_KEYS = 11 };
+hcp_status hcp__no_schedule(int64_t word_count, const char *what, hcp_error *err);
 /* Makes a table of the first n sections, or HCP_NO_MEMORY after a failed append. */
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table, hcp_error *err);
 

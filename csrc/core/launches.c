@@ -16,18 +16,11 @@ static const int32_t widths[LIST_COUNT] = {
 #undef WIDTH
         4};
 
-static const int32_t schedule_widths[HCP_SCHEDULE_SECTION_COUNT] = {
-#define WIDTH(name, width) width,
-    HCP_SCHEDULE_SECTIONS(WIDTH)
-#undef WIDTH
-};
-
 /* Fields of records. */
 enum { QUERY_ROW, QUERY_ROWS, KEY_ROW, KEY_ROWS, LOW, HIGH, ENTRY_WORDS };
 enum { RUN_ROW, RUN_ROWS, PART, PART_ROW, RUN_WORDS };
 enum { PEER, MOVE_ROW, MOVE_ROWS, MOVE_WORDS };
 enum { PULL_ROW, PULL_ROWS, PULL_PEER, PULL_PEER_ROW, PULL_WORDS };
-enum { STAGE_ENTRIES = 4, STAGE_PULLS = 5, STAGE_KEYS = 11, STAGE_WORDS = 13 };
 
 /* Where an entry is computed, and where its rows start there. */
 typedef struct place {
@@ -54,7 +47,8 @@ typedef struct owner {
 typedef struct maker {
   const int64_t *words;
   int64_t word_count;
-  const hcp_schedule_header *header;
+  hcp_schedule_header header;
+  hcp_section sections[HCP_SCHEDULE_SECTION_COUNT];
   const hcp_kernel *kernel;
   int64_t entry_count, stage_count, owner_count, launch_count;
   int64_t query_rows, local_launches; /* launches of stage 0 */
@@ -67,13 +61,10 @@ typedef struct maker {
 
 /* ---- the schedule's words ---- */
 
-static int64_t count_of(const maker *m, int32_t section) {
-  return m->words[HCP_SCHEDULE_HEADER_WORDS + 2 * section + 1];
-}
+static int64_t count_of(const maker *m, int32_t section) { return m->sections[section].records; }
 
 static const int64_t *record_of(const maker *m, int32_t section, int64_t i) {
-  return m->words + m->words[HCP_SCHEDULE_HEADER_WORDS + 2 * section] +
-         i * schedule_widths[section];
+  return m->words + m->sections[section].first + i * hcp__schedule_widths[section];
 }
 
 static const int64_t *stage_of(const maker *m, int64_t i) {
@@ -86,23 +77,15 @@ static int64_t begin_of(const maker *m, int64_t stage, int32_t end) {
 }
 
 static hcp_status no_schedule(const maker *m, const char *what, hcp_error *err) {
-  return hcp__fail(err, HCP_INVALID, "words has %lld items that are no schedule: %s",
-                   (long long)m->word_count, what);
+  return hcp__no_schedule(m->word_count, what, err);
 }
 
 /* More than any row or rank. Sums of some of them fit. */
 #define WORD_MAX ((int64_t)1 << 56)
 
-/* Every section lies inside, and no word is so large that sums would not fit. */
-static int sections_lie_inside(const maker *m) {
-  int64_t first = HCP_SCHEDULE_HEADER_WORDS + 2 * HCP_SCHEDULE_SECTION_COUNT;
-  if (m->word_count < first) return 0;
-  for (int32_t s = 0; s < HCP_SCHEDULE_SECTION_COUNT; s++) {
-    int64_t start = m->words[HCP_SCHEDULE_HEADER_WORDS + 2 * s], n = count_of(m, s);
-    if (start < first || start > m->word_count || n < 0) return 0;
-    if (n > (m->word_count - start) / schedule_widths[s]) return 0;
-  }
-  for (int64_t i = first; i < m->word_count; i++)
+/* No word is so large that sums would not fit. */
+static int words_are_small(const maker *m) {
+  for (int64_t i = HCP_SCHEDULE_HEADER_WORDS; i < m->word_count; i++)
     if (m->words[i] < -WORD_MAX || m->words[i] > WORD_MAX) return 0;
   return 1;
 }
@@ -126,20 +109,22 @@ static int parts_exist(const maker *m, int32_t section, int64_t parts) {
 }
 
 static hcp_status check_words(maker *m, hcp_error *err) {
-  if (!sections_lie_inside(m)) return no_schedule(m, "a section lies outside", err);
-  m->header = (const hcp_schedule_header *)(const void *)m->words;
+  hcp_schedule_sizes sizes;
+  hcp_status status =
+      hcp_schedule_read(m->words, m->word_count, m->sections, &m->header, &sizes, err);
+  if (status != HCP_OK) return status;
+  if (!words_are_small(m)) return no_schedule(m, "a number is no row", err);
   m->entry_count = count_of(m, HCP_SCHEDULE_ENTRIES);
   m->stage_count = count_of(m, HCP_SCHEDULE_STAGES);
   m->owner_count = count_of(m, HCP_SCHEDULE_KEY_OWNERS);
-  if (m->stage_count == 0) return no_schedule(m, "it has no stage", err);
-  if (!ends_ascend(m, HCP_SCHEDULE_ENTRIES, STAGE_ENTRIES) ||
-      !ends_ascend(m, HCP_SCHEDULE_PULLS, STAGE_PULLS))
+  if (!ends_ascend(m, HCP_SCHEDULE_ENTRIES, HCP__STAGE_ENTRIES) ||
+      !ends_ascend(m, HCP_SCHEDULE_PULLS, HCP__STAGE_PULLS))
     return no_schedule(m, "a stage ends before it begins", err);
   if (!parts_exist(m, HCP_SCHEDULE_OUTPUT_RUNS, m->entry_count) ||
       !parts_exist(m, HCP_SCHEDULE_RETURN_RUNS, m->entry_count) ||
-      !parts_exist(m, HCP_SCHEDULE_LOCAL_RUNS, stage_of(m, 0)[STAGE_ENTRIES] + 1))
+      !parts_exist(m, HCP_SCHEDULE_LOCAL_RUNS, stage_of(m, 0)[HCP__STAGE_ENTRIES] + 1))
     return no_schedule(m, "a run names an entry that is not there", err);
-  m->query_rows = stage_of(m, 0)[STAGE_KEYS];
+  m->query_rows = sizes.query_rows;
   return HCP_OK;
 }
 
@@ -318,7 +303,7 @@ static void find_owners(maker *m) {
 /* Returns 0 where a stage has keys of nobody. */
 static int find_last_stages(maker *m) {
   for (int64_t s = 0; s < m->stage_count; s++)
-    for (int64_t i = begin_of(m, s, STAGE_PULLS); i < stage_of(m, s)[STAGE_PULLS]; i++) {
+    for (int64_t i = begin_of(m, s, HCP__STAGE_PULLS); i < stage_of(m, s)[HCP__STAGE_PULLS]; i++) {
       owner *of = owner_of(m, record_of(m, HCP_SCHEDULE_PULLS, i)[PULL_PEER]);
       if (of == NULL) return 0;
       of->last = s;
@@ -329,7 +314,8 @@ static int find_last_stages(maker *m) {
 /* The owners of a stage's keys, as numbers in m->scratch, ascending. Returns how many. */
 static int64_t find_owners_of(maker *m, int64_t stage) {
   int64_t n = 0;
-  for (int64_t i = begin_of(m, stage, STAGE_PULLS); i < stage_of(m, stage)[STAGE_PULLS]; i++) {
+  for (int64_t i = begin_of(m, stage, HCP__STAGE_PULLS); i < stage_of(m, stage)[HCP__STAGE_PULLS];
+       i++) {
     owner *of = owner_of(m, record_of(m, HCP_SCHEDULE_PULLS, i)[PULL_PEER]);
     if (of->seen == stage) continue;
     of->seen = stage;
@@ -341,7 +327,8 @@ static int64_t find_owners_of(maker *m, int64_t stage) {
 
 /* Appends the keys of a stage, `row` rows further on. */
 static void append_pulls(maker *m, int64_t stage, int32_t section, int64_t row) {
-  for (int64_t i = begin_of(m, stage, STAGE_PULLS); i < stage_of(m, stage)[STAGE_PULLS]; i++) {
+  for (int64_t i = begin_of(m, stage, HCP__STAGE_PULLS); i < stage_of(m, stage)[HCP__STAGE_PULLS];
+       i++) {
     const int64_t *pull = record_of(m, HCP_SCHEDULE_PULLS, i);
     hcp__append(&m->lists, section,
                 (const int64_t[]){pull[PULL_ROW] + row, pull[PULL_ROWS],
@@ -350,7 +337,7 @@ static void append_pulls(maker *m, int64_t stage, int32_t section, int64_t row) 
 }
 
 static int attends(const maker *m, int64_t stage) {
-  return stage_of(m, stage)[STAGE_ENTRIES] > begin_of(m, stage, STAGE_ENTRIES);
+  return stage_of(m, stage)[HCP__STAGE_ENTRIES] > begin_of(m, stage, HCP__STAGE_ENTRIES);
 }
 
 static void append_read(maker *m, int64_t stage) {
@@ -378,13 +365,14 @@ static void append_read_of_all(maker *m) {
   }
   for (int64_t s = 0; s < m->stage_count; s++) {
     int64_t end = hcp__record(&m->lists, HCP_LAUNCHES_STAGES, s)[0];
-    int reads = attends(m, s) && stage_of(m, s)[STAGE_PULLS] > begin_of(m, s, STAGE_PULLS);
+    int reads =
+        attends(m, s) && stage_of(m, s)[HCP__STAGE_PULLS] > begin_of(m, s, HCP__STAGE_PULLS);
     for (int64_t i = launches; reads && i < end; i++) {
       const int64_t *cut = hcp__record(&m->lists, HCP_LAUNCHES_KEY_CUTS, i);
       hcp__append(&m->lists, HCP_LAUNCHES_ALL_KEY_CUTS, (const int64_t[]){cut[0] + row, cut[1]});
     }
     if (reads) append_pulls(m, s, HCP_LAUNCHES_ALL_RUNS, row);
-    if (reads) row = hcp__sum(row, hcp__most(0, stage_of(m, s)[STAGE_KEYS]));
+    if (reads) row = hcp__sum(row, hcp__most(0, stage_of(m, s)[HCP__STAGE_KEYS]));
     launches = end;
   }
 }
@@ -461,7 +449,7 @@ static void append_staged(maker *m) {
     int64_t peer = order[2 * i], k = order[2 * i + 1];
     hcp__append(&m->lists, HCP_LAUNCHES_READERS, &peer);
     append_staged_runs(m, m->scratch[2 * k], k + 1 < n ? m->scratch[2 * k + 2] : HCP__LATE,
-                       staged_at(m, m->header->rank, peer));
+                       staged_at(m, m->header.rank, peer));
   }
 }
 
@@ -480,7 +468,7 @@ static void append_return_read(maker *m, int64_t total) {
       int64_t k = move_at(m, n, run[PART_ROW]);
       int64_t stager = peer_of(m, HCP_SCHEDULE_RETURN_RECEIVES, k);
       made[PART] += k;
-      made[PART_ROW] += staged_at(m, stager, m->header->rank) - m->scratch[2 * k];
+      made[PART_ROW] += staged_at(m, stager, m->header.rank) - m->scratch[2 * k];
     }
     hcp__append(&m->lists, HCP_LAUNCHES_RETURN_READ_RUNS, made);
   }
@@ -511,8 +499,8 @@ static void find_totals(const maker *m, const int64_t *launch_ends, int64_t *tot
 static void join_stages(maker *m, int64_t *launch_ends) {
   const int64_t *entries = record_of(m, HCP_SCHEDULE_ENTRIES, 0);
   for (int64_t s = 0; s < m->stage_count; s++) {
-    int64_t first = m->launch_count, begin = begin_of(m, s, STAGE_ENTRIES);
-    int64_t end = stage_of(m, s)[STAGE_ENTRIES];
+    int64_t first = m->launch_count, begin = begin_of(m, s, HCP__STAGE_ENTRIES);
+    int64_t end = stage_of(m, s)[HCP__STAGE_ENTRIES];
     join(m, entries, begin, end);
     append_launches(m, entries, first, begin, end);
     launch_ends[s] = m->launch_count;
@@ -528,13 +516,13 @@ static int64_t append_stages(maker *m, const int64_t *launch_ends, const int64_t
     int64_t end = launch_ends[s];
     if (totals[s]) append_outputs(m, HCP_LAUNCHES_RUNNING_RUNS, waiting, end);
     if (totals[s]) waiting = end;
-    if (m->header->in_place && attends(m, s)) append_read(m, s);
+    if (m->header.in_place && attends(m, s)) append_read(m, s);
     int whole = s == 0 && all_rows(m, HCP_LAUNCHES_KEY_CUTS, before, end);
     hcp__append(&m->lists, HCP_LAUNCHES_STAGES,
                 (const int64_t[]){end, hcp__records(&m->lists, HCP_LAUNCHES_RUNNING_RUNS),
                                   hcp__records(&m->lists, HCP_LAUNCHES_READ_OWNERS),
                                   hcp__records(&m->lists, HCP_LAUNCHES_READ_RUNS), totals[s], whole,
-                                  stage_of(m, s)[STAGE_KEYS]});
+                                  stage_of(m, s)[HCP__STAGE_KEYS]});
     before = end;
   }
   return waiting;
@@ -556,7 +544,7 @@ static void make(maker *m, int64_t *launch_ends, int64_t *totals) {
   renumber_section(m, HCP_SCHEDULE_OUTPUT_RUNS, OUTPUTS, -1);
   renumber_section(m, HCP_SCHEDULE_RETURN_RUNS, HCP_LAUNCHES_RETURN_RUNS, -1);
   renumber_section(m, HCP_SCHEDULE_LOCAL_RUNS, HCP_LAUNCHES_LOCAL_RUNS,
-                   stage_of(m, 0)[STAGE_ENTRIES]);
+                   stage_of(m, 0)[HCP__STAGE_ENTRIES]);
   find_totals(m, launch_ends, totals);
   int64_t left = append_stages(m, launch_ends, totals);
   append_outputs(m, HCP_LAUNCHES_OUTPUT_RUNS, left, m->launch_count);
@@ -565,19 +553,19 @@ static void make(maker *m, int64_t *launch_ends, int64_t *totals) {
   int one = m->launch_count == 1 && m->stage_count == 1 && covers(m, HCP_LAUNCHES_OUTPUT_RUNS) &&
             covers(m, HCP_LAUNCHES_LOCAL_RUNS);
   int whole = all_rows(m, HCP_LAUNCHES_QUERY_CUTS, 0, m->launch_count);
-  int64_t staged = m->header->in_place ? append_reads(m) : 0;
+  int64_t staged = m->header.in_place ? append_reads(m) : 0;
   hcp__append(&m->lists, HCP_LAUNCHES_SIZES,
               (const int64_t[]){m->launch_count, m->query_rows, whole, one, staged});
 }
 
 static hcp_status check_reads(maker *m, hcp_error *err) {
-  if (!m->header->in_place) return HCP_OK;
+  if (!m->header.in_place) return HCP_OK;
   find_owners(m);
   for (int64_t i = 0; i < m->owner_count; i++)
     if (m->owners[i].rows < 0) return no_schedule(m, "a rank has less than no rows", err);
   if (!find_last_stages(m) || !owns_keys(m, HCP_SCHEDULE_RETURN_SENDS) ||
       !owns_keys(m, HCP_SCHEDULE_RETURN_RECEIVES) ||
-      (count_of(m, HCP_SCHEDULE_RETURN_RECEIVES) > 0 && owner_of(m, m->header->rank) == NULL))
+      (count_of(m, HCP_SCHEDULE_RETURN_RECEIVES) > 0 && owner_of(m, m->header.rank) == NULL))
     return no_schedule(m, "it names a rank that has no keys", err);
   return HCP_OK;
 }

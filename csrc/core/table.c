@@ -252,7 +252,60 @@ void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *hea
   memcpy(schedule->words, header, sizeof *header);
 }
 
+const int32_t hcp__schedule_widths[HCP_SCHEDULE_SECTION_COUNT] = {
+#define WIDTH(name, width) width,
+    HCP_SCHEDULE_SECTIONS(WIDTH)
+#undef WIDTH
+};
+
+/* A limit past the end of every sequence is none. */
+static int64_t limit_from(int64_t word) { return word >= HCP__LENGTH_MAX ? -1 : word; }
+
+hcp_status hcp__no_schedule(int64_t word_count, const char *what, hcp_error *err) {
+  return hcp__fail(err, HCP_INVALID, "words has %lld items that are no schedule: %s",
+                   (long long)word_count, what);
+}
+
+hcp_status hcp_schedule_read(const int64_t *words, int64_t word_count, hcp_section *sections,
+                             hcp_schedule_header *header, hcp_schedule_sizes *sizes,
+                             hcp_error *err) {
+  const size_t written = sizeof *sizes - sizeof sizes->query_rows;
+  if (!hcp__find_sections(words, word_count, HCP_SCHEDULE_HEADER_WORDS, HCP_SCHEDULE_SECTION_COUNT,
+                          hcp__schedule_widths, sections))
+    return hcp__no_schedule(word_count, "a section lies outside", err);
+  if (sections[HCP_SCHEDULE_SIZES].records < 1 || sections[HCP_SCHEDULE_STAGES].records < 1)
+    return hcp__no_schedule(word_count, "it has no stage", err);
+  memcpy(header, words, sizeof *header);
+  memcpy(sizes, words + sections[HCP_SCHEDULE_SIZES].first, written);
+  if (sizes->comm_type < 0 || sizes->comm_type >= HCP_COMM_TYPE_COUNT)
+    return hcp__no_schedule(word_count, "it names no comm type", err);
+  sizes->left = limit_from(sizes->left);
+  sizes->right = limit_from(sizes->right);
+  sizes->query_rows = words[sections[HCP_SCHEDULE_STAGES].first + HCP__STAGE_KEYS];
+  return HCP_OK;
+}
+
 /* ---- the table ---- */
+
+int hcp__find_sections(const int64_t *words, int64_t word_count, int64_t header_words, int32_t n,
+                       const int32_t *widths, hcp_section *sections) {
+  int64_t first = header_words + 2 * (int64_t)n;
+  if (word_count < first) return 0;
+  for (int32_t s = 0; s < n; s++) {
+    int64_t start = words[header_words + 2 * s], records = words[header_words + 2 * s + 1];
+    if (start < first || start > word_count || records < 0) return 0;
+    if (records > (word_count - start) / widths[s]) return 0;
+    sections[s] = (hcp_section){start, start + records * widths[s], records};
+  }
+  return 1;
+}
+
+hcp_status hcp_table_read(const int64_t *words, int64_t word_count, int64_t header_words, int32_t n,
+                          const int32_t *widths, hcp_section *sections, hcp_error *err) {
+  if (hcp__find_sections(words, word_count, header_words, n, widths, sections)) return HCP_OK;
+  return hcp__fail(err, HCP_INVALID, "words has %lld items that are no table of %d sections",
+                   (long long)word_count, n);
+}
 
 hcp_table *hcp__table_allocate(int32_t header_words, int32_t n, const int64_t *records,
                                const int32_t *widths) {
@@ -296,3 +349,39 @@ hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **tab
 }
 
 void hcp_table_destroy(hcp_table *table) { free(table); }
+
+/* ---- moves ---- */
+
+enum { MOVE_PEER, MOVE_ROW, MOVE_ROWS, MOVE_WORDS };
+
+/* Kept rows before each row, and before the end. */
+static int64_t *count_kept(const uint8_t *kept, int64_t rows) {
+  int64_t *before = malloc(((size_t)rows + 1) * sizeof *before);
+  if (before == NULL) return NULL;
+  before[0] = 0;
+  for (int64_t i = 0; i < rows; i++) before[i + 1] = before[i] + (kept[i] != 0);
+  return before;
+}
+
+hcp_status hcp_moves_keep(const hcp_moves *moves, const uint8_t *kept, int64_t rows, int64_t *made,
+                          int64_t *made_count, hcp_error *err) {
+  for (const int64_t *move = moves->moves; move < moves->moves + MOVE_WORDS * moves->count;
+       move += MOVE_WORDS)
+    if (move[MOVE_ROW] < 0 || move[MOVE_ROWS] < 0 || move[MOVE_ROW] > rows ||
+        move[MOVE_ROWS] > rows - move[MOVE_ROW])
+      return hcp__fail(err, HCP_INVALID, "a move has %lld rows from row %lld on, expected <= %lld",
+                       (long long)move[MOVE_ROWS], (long long)move[MOVE_ROW], (long long)rows);
+  int64_t *before = count_kept(kept, rows), n = 0;
+  if (before == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %lld rows", (long long)rows);
+  for (int64_t i = 0; i < moves->count; i++) {
+    const int64_t *move = moves->moves + MOVE_WORDS * i;
+    int64_t row = before[move[MOVE_ROW]], end = before[move[MOVE_ROW] + move[MOVE_ROWS]];
+    if (end == row) continue;
+    memcpy(made + MOVE_WORDS * n++, (const int64_t[]){move[MOVE_PEER], row, end - row},
+           MOVE_WORDS * sizeof *made);
+  }
+  free(before);
+  *made_count = n;
+  return HCP_OK;
+}

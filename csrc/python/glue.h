@@ -61,6 +61,12 @@ int hcp_py_int32(PyObject *item, const char *name, int32_t *value);
 int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n);
 int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n);
 
+/* A new tuple of integers. */
+PyObject *hcp_py_tuple(const int64_t *values, Py_ssize_t n);
+
+/* More sections than any table has. */
+enum { HCP_PY_SECTIONS_MAX = 32 };
+
 /* A memoryview over the table's words, writable, which owns the table. */
 PyObject *hcp_py_table(PyObject *module, hcp_table *table);
 

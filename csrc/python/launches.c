@@ -1,5 +1,5 @@
-/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages,
- * pairs of a mask. */
+/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages, blocks of
+ * ranks, pairs of a mask; and what the words of a table say. */
 #include "glue.h"
 
 /* The 64-bit numbers of a buffer, read-only. Returns 0, or -1 with an exception set. */
@@ -73,6 +73,38 @@ static PyObject *join_entries(PyObject *module, PyObject *args, PyObject *kwargs
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
+static PyObject *packed(PyObject *module, PyObject *args) {
+  PyObject *entries, *number;
+  Py_buffer view;
+  int64_t sequences;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OO:packed", &entries, &number) ||
+      hcp_py_int64(number, "sequences", &sequences) < 0 ||
+      numbers_from(entries, "entries", 6, &view) < 0)
+    return NULL;
+  hcp_status status = hcp_packed_create(view.buf, records_in(&view, 6), sequences, &table, &err);
+  PyBuffer_Release(&view);
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
+static PyObject *block(PyObject *module, PyObject *args) {
+  static const char *const names[3] = {"first", "ranks", "rank"};
+  PyObject *objects[4];
+  int32_t numbers[3];
+  int64_t rows;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OOOO:block", &objects[0], &objects[1], &objects[2], &objects[3]) ||
+      hcp_py_int64(objects[3], "rows", &rows) < 0)
+    return NULL;
+  for (int i = 0; i < 3; i++)
+    if (hcp_py_int32(objects[i], names[i], &numbers[i]) < 0) return NULL;
+  if (hcp_block_create(numbers[0], numbers[1], numbers[2], rows, &table, &err) != HCP_OK)
+    return hcp_py_raise(&err);
+  return hcp_py_table(module, table);
+}
+
 static PyObject *mailbox_rounds(PyObject *module, PyObject *args) {
   PyObject *sends, *receives, *rows;
   hcp_moves sent, received;
@@ -96,6 +128,97 @@ static PyObject *mailbox_rounds(PyObject *module, PyObject *args) {
   Py_END_ALLOW_THREADS PyMem_Free(values[0]);
   PyMem_Free(values[1]);
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
+/* ---- what words say ---- */
+
+/* n records of so many numbers each, as a list of tuples. */
+static PyObject *list_of(const int64_t *numbers, Py_ssize_t n, Py_ssize_t width) {
+  PyObject *list = PyList_New(n);
+  for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+    PyObject *record = hcp_py_tuple(numbers + i * width, width);
+    if (record == NULL || PyList_SetItem(list, i, record) < 0) Py_CLEAR(list);
+  }
+  return list;
+}
+
+static PyObject *places_of(const hcp_section *sections, Py_ssize_t n) {
+  return list_of(&sections->first, n, sizeof *sections / sizeof sections->first);
+}
+
+/* The widths of sections, ((name, words per record), ...). Returns their number, or -1. */
+static Py_ssize_t widths_from(PyObject *sections, int32_t widths[HCP_PY_SECTIONS_MAX]) {
+  Py_ssize_t n = PyTuple_Size(sections);
+  if (n > HCP_PY_SECTIONS_MAX) PyErr_Format(PyExc_ValueError, "sections has %zd items", n);
+  if (n < 0 || n > HCP_PY_SECTIONS_MAX) return -1;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const char *name;
+    int width;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(sections, i), "si:sections", &name, &width)) return -1;
+    if (width < 1) {
+      PyErr_Format(PyExc_ValueError, "%s has records of %d words, expected >= 1", name, width);
+      return -1;
+    }
+    widths[i] = width;
+  }
+  return n;
+}
+
+static PyObject *read_table(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *words, *sections;
+  int32_t widths[HCP_PY_SECTIONS_MAX] = {0};
+  hcp_section found[HCP_PY_SECTIONS_MAX];
+  Py_buffer view;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OO!:read_table", &words, &PyTuple_Type, &sections)) return NULL;
+  Py_ssize_t n = widths_from(sections, widths);
+  if (n < 0 || numbers_from(words, "words", 1, &view) < 0) return NULL;
+  hcp_status status = hcp_table_read(view.buf, records_in(&view, 1), HCP_TABLE_HEADER, (int32_t)n,
+                                     widths, found, &err);
+  PyBuffer_Release(&view);
+  return status == HCP_OK ? places_of(found, n) : hcp_py_raise(&err);
+}
+
+static PyObject *read_schedule(PyObject *module, PyObject *words) {
+  (void)module;
+  hcp_section found[HCP_SCHEDULE_SECTION_COUNT];
+  hcp_schedule_header header;
+  hcp_schedule_sizes sizes;
+  Py_buffer view;
+  hcp_error err;
+  if (numbers_from(words, "words", 1, &view) < 0) return NULL;
+  hcp_status status =
+      hcp_schedule_read(view.buf, records_in(&view, 1), found, &header, &sizes, &err);
+  PyBuffer_Release(&view);
+  if (status != HCP_OK) return hcp_py_raise(&err);
+  return Py_BuildValue(
+      "(NNN)", places_of(found, HCP_SCHEDULE_SECTION_COUNT),
+      hcp_py_tuple((const int64_t *)(const void *)&header, HCP_SCHEDULE_HEADER_WORDS),
+      hcp_py_tuple((const int64_t *)(const void *)&sizes, HCP_SCHEDULE_SIZE_WORDS));
+}
+
+static PyObject *keep_moves(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *given, *flags, *list = NULL;
+  Py_buffer moves, kept;
+  int64_t count;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OO:keep_moves", &given, &flags) ||
+      numbers_from(given, "moves", 3, &moves) < 0)
+    return NULL;
+  int64_t *made = PyMem_Malloc((size_t)moves.len + sizeof *made);
+  if (made == NULL) {
+    PyErr_NoMemory();
+  } else if (PyObject_GetBuffer(flags, &kept, PyBUF_SIMPLE) == 0) {
+    const hcp_moves all = {moves.buf, records_in(&moves, 3)};
+    hcp_status status = hcp_moves_keep(&all, kept.buf, kept.len, made, &count, &err);
+    list = status == HCP_OK ? list_of(made, (Py_ssize_t)count, 3) : hcp_py_raise(&err);
+    PyBuffer_Release(&kept);
+  }
+  PyMem_Free(made);
+  PyBuffer_Release(&moves);
+  return list;
 }
 
 /* ---- slices of a mask ---- */
@@ -148,6 +271,16 @@ static PyMethodDef functions[] = {
      "Two slices of a mask's words that see the same pair, with its query and key, or None."},
     {"mailbox_rounds", mailbox_rounds, METH_VARARGS,
      "Messages of (peer, row, rows) through mailboxes of so many rows, as words of a table."},
+    {"packed", packed, METH_VARARGS,
+     "Entries as one launch, with room for so many sequences, as words of a table."},
+    {"block", block, METH_VARARGS,
+     "Exchanges of so many rows of each of some ranks after each other, as words of a table."},
+    {"keep_moves", keep_moves, METH_VARARGS,
+     "The moves (peer, row, rows) of the rows alone whose byte is not 0."},
+    {"read_table", read_table, METH_VARARGS,
+     "(first word, end, records) of each section of a table's words."},
+    {"read_schedule", read_schedule, METH_O,
+     "The same of a schedule's words, with their header and sizes."},
     {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,
      "A schedule's launches of a kernel, as words of a table."},
     {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,

@@ -330,24 +330,12 @@ GETTER(int64_t, bound, bound)
 GETTER(int64_t, work, work)
 #undef GETTER
 
-static PyObject *tuple_of(const int64_t *values, Py_ssize_t n) {
-  PyObject *tuple = PyTuple_New(n);
-  for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
-    PyObject *value = PyLong_FromLongLong(values[i]);
-    if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) {
-      Py_DECREF(tuple);
-      return NULL;
-    }
-  }
-  return tuple;
-}
-
 static PyObject *get_memory(PyObject *self, void *unused) {
   (void)unused;
 #define BYTES(type, field, name) plan_of(self)->field,
   const int64_t bytes[] = {HCP_MEMORY_LIMITS(BYTES, limits.memory.)};
 #undef BYTES
-  return tuple_of(bytes, sizeof bytes / sizeof *bytes);
+  return hcp_py_tuple(bytes, sizeof bytes / sizeof *bytes);
 }
 
 static PyObject *get_prices(PyObject *self, void *unused) {
@@ -356,7 +344,7 @@ static PyObject *get_prices(PyObject *self, void *unused) {
 #define PRICE(name) cost->name,
   const int64_t prices[] = {HCP_PRICES(PRICE)};
 #undef PRICE
-  return tuple_of(prices, PRICE_COUNT);
+  return hcp_py_tuple(prices, PRICE_COUNT);
 }
 
 static PyObject *get_checksum(PyObject *self, void *unused) {
@@ -616,7 +604,7 @@ static PyObject *fixed_sizes(PyObject *module, PyObject *args) {
       capacity_from(numbers, &capacity) < 0)
     return NULL;
   if (hcp_fixed_sizes(&capacity, sizes, &err) != HCP_OK) return hcp_py_raise(&err);
-  return tuple_of(sizes, HCP_FIXED_SECTION_COUNT);
+  return hcp_py_tuple(sizes, HCP_FIXED_SECTION_COUNT);
 }
 
 static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwargs) {

@@ -33,6 +33,18 @@ PyObject *hcp_py_table(PyObject *module, hcp_table *table) {
   return words;
 }
 
+PyObject *hcp_py_tuple(const int64_t *values, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n);
+  for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+    PyObject *value = PyLong_FromLongLong(values[i]);
+    if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) {
+      Py_DECREF(tuple);
+      return NULL;
+    }
+  }
+  return tuple;
+}
+
 /* Sections as ((name, words per record), ...), in the order of their numbers. */
 static PyObject *sections_tuple(const char *const *names, const int *widths, Py_ssize_t n) {
   PyObject *tuple = PyTuple_New(n);
@@ -56,6 +68,10 @@ int hcp_py_add_table(PyObject *module) {
   static const int payload_widths[] = {HCP_PAYLOAD_SECTIONS(WIDTH)};
   static const char *const fixed_names[] = {HCP_FIXED_SECTIONS(NAME)};
   static const int fixed_widths[] = {HCP_FIXED_SECTIONS(WIDTH)};
+  static const char *const packed_names[] = {HCP_PACKED_SECTIONS(NAME)};
+  static const int packed_widths[] = {HCP_PACKED_SECTIONS(WIDTH)};
+  static const char *const block_names[] = {HCP_BLOCK_SECTIONS(NAME)};
+  static const int block_widths[] = {HCP_BLOCK_SECTIONS(WIDTH)};
   static const char *const mailbox_names[] = {HCP_MAILBOX_SECTIONS(NAME)};
   static const int mailbox_widths[] = {HCP_MAILBOX_SECTIONS(WIDTH)};
   static const char *const launches_names[] = {HCP_LAUNCHES_SECTIONS(NAME)};
@@ -64,6 +80,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
 #define FIELD(name) #name,
   static const char *const header_names[] = {HCP_SCHEDULE_HEADER(FIELD)};
+  static const char *const size_names[] = {HCP_SCHEDULE_SIZES_OF(FIELD)};
+  static const char *const packed_size_names[] = {HCP_PACKED_SIZES_OF(FIELD)};
 #undef NAME
 #undef WIDTH
 #undef FIELD
@@ -79,6 +97,14 @@ int hcp_py_add_table(PyObject *module) {
           0 ||
       hcp_py_add_owned(module, "FIXED_SECTIONS",
                        sections_tuple(fixed_names, fixed_widths, HCP_FIXED_SECTION_COUNT)) < 0)
+    return -1;
+  if (hcp_py_add_owned(module, "PACKED_SECTIONS",
+                       sections_tuple(packed_names, packed_widths, HCP_PACKED_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(module, "BLOCK_SECTIONS",
+                       sections_tuple(block_names, block_widths, HCP_BLOCK_SECTION_COUNT)) < 0 ||
+      hcp_py_add_names(module, "PACKED_SIZES", packed_size_names,
+                       sizeof packed_size_names / sizeof *packed_size_names) < 0 ||
+      hcp_py_add_names(module, "SCHEDULE_SIZES", size_names, HCP_SCHEDULE_SIZE_WORDS) < 0)
     return -1;
   if (hcp_py_add_owned(module, "MAILBOX_SECTIONS",
                        sections_tuple(mailbox_names, mailbox_widths, HCP_MAILBOX_SECTION_COUNT)) <

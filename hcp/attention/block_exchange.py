@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hcp import ops
+from hcp import _core, ops
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import Move, PeerRead
+from hcp.exchange.layout import tensor_of
+from hcp.exchange.tables import Move, PeerRead, Sections, places
 from hcp.exchange.transport import (
     Share,
     SharingTransport,
@@ -53,14 +54,29 @@ def block_exchange(
     return SentBlock(transport, block, rows)
 
 
+class BlockTable(Sections):
+    """The rows of a block that each rank has, sends and reads: see ``csrc/include/hcp/hcp.h``."""
+
+    SECTIONS = _core.BLOCK_SECTIONS
+    PLACES = places(SECTIONS)
+
+    def __init__(self, transport: Transport, block: range, rows: int) -> None:
+        words = _core.block(block.start, len(block), transport.rank, rows)
+        super().__init__(tensor_of(words, torch.int64))
+        self.others: list[int] = self.section("OTHERS").flatten().tolist()
+        own = next(move for move in self.moves("ALL") if move.peer == transport.rank)
+        self.own = slice(own.row, own.row + own.rows)
+        """This rank's rows among all."""
+
+
 class SentBlock:
     """Exchanges in which ranks send rows."""
 
     def __init__(self, transport: Transport, block: range, rows: int) -> None:
+        table = BlockTable(transport, block, rows)
         self._transport, self._rows = transport, rows
-        self._own = [Move(peer, 0, rows) for peer in block]
-        self._all = [Move(peer, i * rows, rows) for i, peer in enumerate(block)]
-        self._sum = torch.tensor([(0, rows, 0, move.row) for move in self._all], device="cpu")
+        self._own, self._all = table.moves("OWN"), table.moves("ALL")
+        self._sum = table.section("SUM")
 
     def gather(self, own: Tensor, stamp: Stamp) -> Tensor:
         return self._exchange(own, self._own, stamp)
@@ -85,41 +101,17 @@ class ReadBlock:
         width: int,
         dtype: torch.dtype,
     ) -> None:
-        others = [peer for peer in block if peer != transport.rank]
-        place = block.index(transport.rank)
-        parts = {peer: part for part, peer in enumerate([transport.rank, *others])}
-        self._own = slice(place * rows, (place + 1) * rows)
+        table = BlockTable(transport, block, rows)
+        others, self._own = table.others, table.own
         self._exchanges = itertools.count()
-        # A rank stages all that it has for others: its own rows are left out.
-        before, after = place * rows, (len(others) - place) * rows
-        kept = [(0, before, 0, 0), (before, after, 0, before + rows)]
-        rows_of_peers = {peer: (place - (place > i)) * rows for i, peer in enumerate(block)}
 
-        def shared(
-            staged: int, staged_runs: list[tuple[int, ...]], runs: list[tuple[int, ...]], total: int
-        ) -> Share:
-            read = PeerRead([(peer, staged) for peer in others], _table(runs), total, others)
-            return Share(staged, (width,), dtype, _table(staged_runs), others, [read])
+        def shared(name: str, staged: int, read_rows: int) -> Share:
+            owners, runs = [(peer, staged) for peer in others], table.section(f"{name}_READ")
+            read = PeerRead(owners, runs, read_rows, others)
+            return Share(staged, (width,), dtype, table.section(f"{name}_STAGED"), others, [read])
 
-        self._gather = transport.share(
-            shared(
-                rows,
-                [(0, rows, 0, 0)],
-                [(i * rows, rows, parts[peer], 0) for i, peer in enumerate(block)],
-                len(block) * rows,
-            )
-        )
-        self._sum = transport.share(
-            shared(
-                len(others) * rows,
-                [run for run in kept if run[1]],
-                [
-                    (0, rows, part, 0 if part == 0 else rows_of_peers[peer])
-                    for peer, part in sorted(parts.items())
-                ],
-                rows,
-            )
-        )
+        self._gather = transport.share(shared("GATHER", rows, len(block) * rows))
+        self._sum = transport.share(shared("SUM", len(others) * rows, rows))
 
     def gather(self, own: Tensor, stamp: Stamp) -> Tensor:
         staged = self._gather.stage(next(self._exchanges), [own], stamp, [own])
@@ -129,7 +121,3 @@ class ReadBlock:
         own = partial[self._own]
         staged = self._sum.stage(next(self._exchanges), [partial], stamp, [own])
         return staged.read(0).wait()
-
-
-def _table(runs: list[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 4)

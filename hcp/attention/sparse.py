@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from hcp import ops
+from hcp import _core, ops
 from hcp.attention.checks import as_autocast, check_heads, scale_of
 from hcp.attention.cross import KeyRoute
 from hcp.attention.kernels import wide
 from hcp.attention.latent import Expand, check_expanded
 from hcp.exchange.agreement import Stamp, refuse_transforms
 from hcp.exchange.calls import Calls, HandlerPart
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, buffer_of
 from hcp.exchange.move import copy_rows, exchange_rows
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Transport
@@ -280,8 +280,8 @@ class SparseAttention(HandlerPart):
         transport.start(flags, route.receives, given, route.sends, stamp=stamps[0]).wait()
         sent = given.squeeze(1).bool()
         both = torch.cat([sent, asked]).to("cpu")
-        sends = _counted(route.sends, both[: len(sent)])
-        receives = _counted(route.receives, both[len(sent) :])
+        sends = _kept(route.section("SENDS"), both[: len(sent)])
+        receives = _kept(route.section("RECEIVES"), both[len(sent) :])
         wire = ops.pack([rows], route.pack, route.sent_rows)[sent]
         count = sum(move.rows for move in receives)
         fetched = exchange_rows(transport, wire, sends, receives, count, stamps[1])
@@ -315,14 +315,9 @@ def _from(places: Tensor, starts: Tensor) -> Tensor:
     return torch.where(places < 0, places, places + starts.unsqueeze(1))
 
 
-def _counted(moves: Sequence[Move], kept: Tensor) -> list[Move]:
+def _kept(moves: Tensor, kept: Tensor) -> list[Move]:
     """Moves of the rows that are kept, end to end."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), kept.cumsum(0)])
-    edges = [(move.row, move.row + move.rows) for move in moves]
-    rows = torch.tensor(edges, dtype=torch.int64, device="cpu").view(-1, 2)
-    kept_before = before[rows].tolist()
-    made = [Move(m.peer, a, b - a) for m, (a, b) in zip(moves, kept_before, strict=True)]
-    return [move for move in made if move.rows]
+    return [Move(*move) for move in _core.keep_moves(buffer_of(moves), buffer_of(kept))]
 
 
 def _highest(scores: Tensor, seen: Tensor, top_k: int) -> Tensor:

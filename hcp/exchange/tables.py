@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import _core
-from hcp.exchange.layout import rows_may_vary, tensor_of
+from hcp.exchange.layout import buffer_of, rows_may_vary, tensor_of
 from hcp.exchange.sizes import STAGE_TOKENS as STAGE_TOKENS
 from hcp.planning.plan import Plan
 
@@ -43,32 +43,32 @@ class Origin(NamedTuple):
 class Sections:
     """Named sections of a table's words."""
 
-    SECTIONS: Sequence[tuple[str, int]]
+    SECTIONS: tuple[tuple[str, int], ...]
     PLACES: Mapping[str, tuple[int, int]]
     """The number of each section, by name, and the words of a record of it."""
-    HEADER_WORDS = 2
 
     def __init__(self, words: Tensor) -> None:
+        """Raises ValueError for words that are no such table."""
         self.words = words
-        first = words[: self.HEADER_WORDS + 2 * len(self.SECTIONS)].tolist()
-        self._header: list[int] = first[: self.HEADER_WORDS]
-        self._heads: list[int] = first[self.HEADER_WORDS :]
+        self._found = self._find_sections()
+
+    def _find_sections(self) -> Sequence[tuple[int, int, int]]:
+        """(first word, end, records) of each section."""
+        return _core.read_table(buffer_of(self.words), self.SECTIONS)
 
     def section(self, name: str) -> Tensor:
         """Records of a section: int64 (records, width), a view of the words."""
-        index, width = self.PLACES[name]
-        start, records = self._heads[2 * index : 2 * index + 2]
-        return self.words[start : start + records * width].view(records, width)
+        number, width = self.PLACES[name]
+        first, end, _ = self._found[number]
+        return self.words[first:end].view(-1, width)
 
     def records(self, name: str) -> list[list[int]]:
         """The same as lists. Most are empty on a rank that computes alone."""
-        index, _ = self.PLACES[name]
-        return self.section(name).tolist() if self._heads[2 * index + 1] else []
+        return self.section(name).tolist() if self.count(name) else []
 
     def count(self, name: str) -> int:
         """Number of records of a section."""
-        number: int = self._heads[2 * self.PLACES[name][0] + 1]
-        return number
+        return self._found[self.PLACES[name][0]][2]
 
     def moves(self, name: str) -> list[Move]:
         return [Move(*record) for record in self.records(name)]
@@ -239,10 +239,6 @@ def _relay(table: Tensor, sends: list[Move], receives: list[Move], rows: int) ->
     return Relay(table, sends, receives, rows) if sends or receives else None
 
 
-_NO_LIMIT = 2**40
-"""The number for no limit of a window, in a table."""
-
-
 class ScheduleHeader(NamedTuple):
     """The header of a schedule's words: ``hcp_schedule_header``."""
 
@@ -264,37 +260,40 @@ class ScheduleHeader(NamedTuple):
     """1 where ranks read keys where their owners hold them."""
 
 
+class ScheduleSizes(NamedTuple):
+    """What a schedule's words say beside: ``hcp_schedule_sizes``."""
+
+    rows: int
+    """Of this rank."""
+    return_sent_rows: int
+    return_received_rows: int
+    return_relayed_rows: int
+    comm_type: int
+    """The number of its name."""
+    inner: int
+    left: int
+    right: int
+    query_rows: int
+    """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
+
+
 class Schedule(Sections):
     """The steps of one attention layer on one rank. A section is read when somebody asks for it."""
 
     SECTIONS = _core.SCHEDULE_SECTIONS
     PLACES = places(SECTIONS)
-    HEADER_WORDS = len(_core.SCHEDULE_HEADER)
 
-    def __init__(self, words: Tensor) -> None:
-        super().__init__(words)
-        self._expect_sections()
-        self.rows, self.return_sent_rows, self.return_received_rows, *kind = self.section("SIZES")[
-            0
-        ].tolist()
-        self._return_relayed_rows, comm_type, self.inner, *window = kind
-        if not 0 <= comm_type < len(_core.COMM_TYPES):
-            raise ValueError(
-                f"words names comm type {comm_type}, expected 0 to {len(_core.COMM_TYPES) - 1}"
-            )
-        self.comm_type = _core.COMM_TYPES[comm_type]
-        left, right = window
-        self.window = -1 if left == _NO_LIMIT else left, -1 if right == _NO_LIMIT else right
+    def _find_sections(self) -> Sequence[tuple[int, int, int]]:
+        found, header, numbers = _core.read_schedule(buffer_of(self.words))
+        self.header, sizes = ScheduleHeader(*header), ScheduleSizes(*numbers)
+        self.rows, self.query_rows, self.inner = sizes.rows, sizes.query_rows, sizes.inner
+        self.return_sent_rows = sizes.return_sent_rows
+        self.return_received_rows = sizes.return_received_rows
+        self._return_relayed_rows = sizes.return_relayed_rows
+        self.comm_type = _core.COMM_TYPES[sizes.comm_type]
+        self.window = sizes.left, sizes.right
         """(left, right), as FlashAttention has it."""
-
-    def _expect_sections(self) -> None:
-        """Raise ValueError unless the sections lie inside the words, the sizes among them."""
-        heads, count = self._heads, len(self.words)
-        sound = len(heads) == 2 * len(self.SECTIONS)
-        for start, records, (_, width) in zip(heads[::2], heads[1::2], self.SECTIONS, strict=False):
-            sound = sound and start >= 0 and records >= 0 and start + records * width <= count
-        if not sound or not self.count("SIZES") or not self.count("STAGES"):
-            raise ValueError(f"words has {count} items that are no schedule")
+        return found
 
     @cached_property
     def return_sends(self) -> list[Move]:
@@ -313,11 +312,6 @@ class Schedule(Sections):
             self.moves("RETURN_RELAY_RECEIVES"),
             self._return_relayed_rows,
         )
-
-    @cached_property
-    def query_rows(self) -> int:
-        """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
-        return int(self.section("STAGES")[0, -2])
 
     @cached_property
     def readers(self) -> list[int]:
@@ -339,10 +333,6 @@ class Schedule(Sections):
         heads = self.head_moves.receives if self.head_moves else []
         return [*heads, *(move for stage in self.stages for move in stage.receives_of_all)]
 
-    @cached_property
-    def header(self) -> ScheduleHeader:
-        return ScheduleHeader(**dict(zip(_core.SCHEDULE_HEADER, self._header, strict=True)))
-
     @property
     def origin(self) -> Origin:
         return Origin(self.header.plan % 2**64, self.header.step, self.header.micro_batch)
@@ -355,18 +345,16 @@ class Schedule(Sections):
     @cached_property
     def head_moves(self) -> HeadMoves | None:
         """None where rows stay."""
-        receives = self.moves("HEAD_RECEIVES")
+        receives, rows = self.moves("HEAD_RECEIVES"), self.rows
         if not receives:
             return None
         return HeadMoves(
             receives,
-            [Move(peer, 0, self.rows) for peer, _, _ in receives],
+            [Move(peer, 0, rows) for peer, _, _ in receives],
             self.section("GATHER"),
             self.section("SCATTER"),
-            sum(move.rows for move in receives),
-            [Move(peer, i * self.rows, self.rows) for i, (peer, *_) in enumerate(receives)]
-            if self.rows
-            else [],
+            self.query_rows,
+            [Move(peer, i * rows, rows) for i, (peer, *_) in enumerate(receives)] if rows else [],
             [move for move in receives if move.rows],
         )
 

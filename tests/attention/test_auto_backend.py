@@ -39,7 +39,7 @@ from hcp.exchange.tables import Entry
 def test_the_pairs_of_a_band_are_counted(rows: int, keys: int, low: int, high: int) -> None:
     low, high = min(low, high), max(low, high)
     seen = sum(low <= k - q <= high for q in range(rows) for k in range(keys))
-    assert Launch([Entry(3, rows, 4, keys, low, high)]).pairs == seen
+    assert Launch([Entry(3, rows, 4, keys, low, high)]).packed().sizes.pairs == seen
 
 
 def causal(*lengths: int) -> Launch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import launch_tables as slow
+from support.launch_tables import drawn_plan
 from torch import Tensor
 
 import hcp
@@ -58,27 +58,6 @@ def check_reads(schedule: Schedule, made: Launches, wanted: slow.Launches) -> No
     assert plain(made.key_cuts_of_all) == plain(cuts)
     home = slow.gradient_return_of(schedule, wanted, schedule.header.rank)
     assert plain(made.gradient_return) == plain(home)
-
-
-def drawn_plan(rng: random.Random, most_ranks: int) -> hcp.Plan:
-    """With or without masks, padding, nodes and pipeline stages, of forced or free degrees."""
-    ranks = rng.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 64) if n <= most_ranks])
-    lengths = [rng.randint(1, rng.choice([8, 90, 400])) for _ in range(rng.randint(1, 6))]
-    degree = ranks if rng.random() < 0.7 else 1
-    limits: dict[str, Any] = {"max_tokens_per_rank": max(lengths) + 8, "min_degree": degree}
-    node = rng.choice([n for n in (1, 2, 4, 8) if ranks % n == 0])
-    if node > 1:
-        limits["ranks_per_node"] = node
-    if rng.random() < 0.2:
-        limits["pipeline_stages"] = 2
-    if rng.random() < 0.4:
-        limits["masks"] = [drawn_mask(rng, n) for n in lengths]
-    return hcp.plan(lengths, ranks=ranks, alignment=rng.choice([1, 4]), **limits)
-
-
-def drawn_mask(rng: random.Random, tokens: int) -> hcp.Mask:
-    cut = sorted({0, *rng.choices(range(tokens), k=rng.randrange(4)), tokens})
-    return hcp.Mask.documents([b - a for a, b in itertools.pairwise(cut)])
 
 
 def drawn_schedule(rng: random.Random, plan: hcp.Plan) -> Schedule:
@@ -188,7 +167,7 @@ def schedule_of(ranks: int) -> Schedule:
         ("LOCAL_RUNS", 0, 2, -1, "a run names an entry that is not there"),
         ("PULLS", 0, 2, 77, "it names a rank that has no keys"),
         ("KEY_OWNERS", 0, 1, -4, "a rank has less than no rows"),
-        ("ENTRIES", 0, 0, 2**60, "a section lies outside"),
+        ("ENTRIES", 0, 0, 2**60, "a number is no row"),
     ],
 )
 def test_a_spoiled_schedule_is_refused(

@@ -31,10 +31,7 @@ LOOPS = {
 """Functions of the core that loop over ranks, and why."""
 
 TABLES = {
-    "attention/block_exchange.py SentBlock.__init__": "sums of blocks of one size, once a graph",
-    "attention/block_exchange.py _table": "the same where ranks read",
     "attention/kernels/flash_attn_4_compiled.py Results.__init__": "sizes of a library's results",
-    "attention/sparse.py _counted": "rows that were chosen on the device, known there alone",
     "exchange/nccl.py NcclTransport._table": "moves without those to itself, for one operator",
     "exchange/peer.py PeerMemory._signals_of": "addresses of signals in mapped memory",
 }

@@ -4,12 +4,14 @@ objects."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import hcp
 from hcp.attention.kernel_calls import WAITING, GradientReturn
 from hcp.attention.kernels import Launch
 from hcp.exchange.tables import Entry, Move, PeerRead, Schedule, Stage
@@ -254,3 +256,27 @@ def key_cuts_of_all(reads: Sequence[PeerRead | None], key_cuts: Sequence[Tensor 
             cuts.append(own + own.new_tensor([row, 0]))
             row += read.rows
     return torch.cat(cuts)
+
+
+# ---- drawn plans ---------------------------------------------------------------------------------
+
+
+def drawn_plan(rng: random.Random, most_ranks: int) -> hcp.Plan:
+    """With or without masks, padding, nodes and pipeline stages, of forced or free degrees."""
+    ranks = rng.choice([n for n in (1, 2, 3, 4, 6, 8, 16, 64) if n <= most_ranks])
+    lengths = [rng.randint(1, rng.choice([8, 90, 400])) for _ in range(rng.randint(1, 6))]
+    degree = ranks if rng.random() < 0.7 else 1
+    limits: dict[str, Any] = {"max_tokens_per_rank": max(lengths) + 8, "min_degree": degree}
+    node = rng.choice([n for n in (1, 2, 4, 8) if ranks % n == 0])
+    if node > 1:
+        limits["ranks_per_node"] = node
+    if rng.random() < 0.2:
+        limits["pipeline_stages"] = 2
+    if rng.random() < 0.4:
+        limits["masks"] = [drawn_mask(rng, n) for n in lengths]
+    return hcp.plan(lengths, ranks=ranks, alignment=rng.choice([1, 4]), **limits)
+
+
+def drawn_mask(rng: random.Random, tokens: int) -> hcp.Mask:
+    cut = sorted({0, *rng.choices(range(tokens), k=rng.randrange(4)), tokens})
+    return hcp.Mask.documents([b - a for a, b in itertools.pairwise(cut)])

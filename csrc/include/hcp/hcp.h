@@ -559,6 +559,29 @@ enum { HCP_TABLE_HEADER = 2 };
 
 void hcp_table_destroy(hcp_table *table);
 
+/* Where a section lies among the words of its table. */
+typedef struct hcp_section {
+  int64_t first, end; /* words */
+  int64_t records;
+} hcp_section;
+
+/* Find the n sections of a table of which a caller has the words alone. widths: words of a record
+ * of each. HCP_INVALID unless every section lies inside. */
+hcp_status hcp_table_read(const int64_t *words, int64_t word_count, int64_t header_words, int32_t n,
+                          const int32_t *widths, hcp_section *sections, hcp_error *err);
+
+/* Rows of a buffer that are sent to ranks, or received from them: (peer, row, rows) each. */
+typedef struct hcp_moves {
+  const int64_t *moves;
+  int64_t count;
+} hcp_moves;
+
+/* The same moves of the rows alone that are kept: kept[row] is not 0. Kept rows lie end to end.
+ * Moves without any are left out. made has room for as many moves as are given. HCP_INVALID for a
+ * move of rows beyond those. */
+hcp_status hcp_moves_keep(const hcp_moves *moves, const uint8_t *kept, int64_t rows, int64_t *made,
+                          int64_t *made_count, hcp_error *err);
+
 /* ---- 5. Route ----------------------------------------------------------- */
 
 /* X(name, words per record). Rows go source -> wire -> output:
@@ -1036,6 +1059,33 @@ enum { HCP_SCHEDULE_HEADER_WORDS = sizeof(hcp_schedule_header) / sizeof(int64_t)
 /* Write the header of a schedule that nobody else has yet. */
 void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header);
 
+/* Its SIZES by name; -1: no limit on that side of the window. query_rows: the rows that ENTRIES
+ * count in. */
+#define HCP_SCHEDULE_SIZES_OF(X) \
+  X(rows)                        \
+  X(return_sent_rows)            \
+  X(return_received_rows)        \
+  X(return_relayed_rows)         \
+  X(comm_type)                   \
+  X(inner)                       \
+  X(left)                        \
+  X(right)                       \
+  X(query_rows)
+
+typedef struct hcp_schedule_sizes {
+#define HCP_SCHEDULE_SIZE(name) int64_t name;
+  HCP_SCHEDULE_SIZES_OF(HCP_SCHEDULE_SIZE)
+#undef HCP_SCHEDULE_SIZE
+} hcp_schedule_sizes;
+
+enum { HCP_SCHEDULE_SIZE_WORDS = sizeof(hcp_schedule_sizes) / sizeof(int64_t) };
+
+/* Read what a schedule's words say. sections has room for HCP_SCHEDULE_SECTION_COUNT. HCP_INVALID
+ * for words that are no schedule. */
+hcp_status hcp_schedule_read(const int64_t *words, int64_t word_count, hcp_section *sections,
+                             hcp_schedule_header *header, hcp_schedule_sizes *sizes,
+                             hcp_error *err);
+
 /* Parts of RETURN_RELAY_RUNS, in the order in which they are summed. */
 enum { HCP_RELAYED_RECEIVED, HCP_RELAYED_SENT };
 
@@ -1167,13 +1217,59 @@ typedef struct hcp_entries {
 hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kernel,
                              hcp_table **launches, hcp_error *err);
 
-/* ---- Mailboxes ---------------------------------------------------------- */
+/* ---- Packed entries ----------------------------------------------------- */
 
-/* Rows of a buffer that are sent to ranks, or received from them: (peer, row, rows) each. */
-typedef struct hcp_moves {
-  const int64_t *moves;
-  int64_t count;
-} hcp_moves;
+/* What libraries of attention ask of many entries that they compute at once. X(name), of SIZES:
+ *
+ *   most_queries, most_keys   of an entry
+ *   most_bound_queries,
+ *   most_bound_keys           of a sequence of BOUNDS
+ *   queries, keys             of all entries
+ *   pairs                     of a query and a key that it sees
+ *   square                    1: each entry has as many queries as keys */
+#define HCP_PACKED_SIZES_OF(X) \
+  X(most_queries)              \
+  X(most_keys)                 \
+  X(most_bound_queries)        \
+  X(most_bound_keys)           \
+  X(queries)                   \
+  X(keys)                      \
+  X(pairs)                     \
+  X(square)
+
+typedef struct hcp_packed_sizes {
+#define HCP_PACKED_SIZE(name) int64_t name;
+  HCP_PACKED_SIZES_OF(HCP_PACKED_SIZE)
+#undef HCP_PACKED_SIZE
+} hcp_packed_sizes;
+
+/* X(name, words per record). Rows count from the first entry's first query and key:
+ *
+ *   SIZES   see above
+ *   BOUNDS  (query, key): 0, then where each sequence ends. Sequences are the entries and, between
+ *           them, rows of no entry: queries without keys, and keys without queries
+ *   STARTS  (query, key): where each entry begins, and, for each spare sequence and once more,
+ * where the last one ends ROWS    (queries, keys): of each entry; 0 of each spare sequence */
+#define HCP_PACKED_SECTIONS(X) \
+  X(SIZES, 8)                  \
+  X(BOUNDS, 2)                 \
+  X(STARTS, 2)                 \
+  X(ROWS, 2)
+
+enum {
+#define HCP_PACKED_ENUM(name, width) HCP_PACKED_##name,
+  HCP_PACKED_SECTIONS(HCP_PACKED_ENUM)
+#undef HCP_PACKED_ENUM
+      HCP_PACKED_SECTION_COUNT
+};
+
+/* entries: count of them, as in ENTRIES of a schedule. sequences: as many as STARTS and ROWS have
+ * room for, 0: neither has records. HCP_INVALID for no entries, for fewer sequences, and for
+ * entries that overlap or do not ascend, in queries or in keys. */
+hcp_status hcp_packed_create(const int64_t *entries, int64_t count, int64_t sequences,
+                             hcp_table **packed, hcp_error *err);
+
+/* ---- Mailboxes ---------------------------------------------------------- */
 
 /* Messages between ranks that reach each other's memory. A rank has mailboxes for each of the
  * others, of some rows. A message is all rows between two ranks, in the order of the moves; what
@@ -1254,6 +1350,45 @@ hcp_status hcp_fixed_sizes(const hcp_capacity *capacity, int64_t sizes[HCP_FIXED
  * over the block, and for a plan with masks. */
 hcp_status hcp_fixed_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             const hcp_capacity *capacity, hcp_table **fixed, hcp_error *err);
+
+/* ---- Blocks ------------------------------------------------------------- */
+
+/* Ranks that follow each other, C rows of each: all gather all rows, end to end, and all sum all
+ * rows, of which each gets its own. X(name, words per record):
+ *
+ *   OTHERS         (peer)
+ *   OWN            (peer, row, rows): this rank's rows, to each of the ranks
+ *   ALL            (peer, row, rows): those of each of the ranks, among all
+ *   SUM            (row, rows, part, part_row): own rows <- the parts of them that each rank sent
+ *
+ * Where ranks read each other's rows, (row, rows, part, part_row); part 0 lies here, the others
+ * are in the order of OTHERS:
+ *
+ *   GATHER_STAGED  what a rank stages <- its rows
+ *   GATHER_READ    all rows <- what each of the ranks has
+ *   SUM_STAGED     what a rank stages <- its part of the others' rows
+ *   SUM_READ       own rows <- the parts of them that each of the ranks has */
+#define HCP_BLOCK_SECTIONS(X) \
+  X(OTHERS, 1)                \
+  X(OWN, 3)                   \
+  X(ALL, 3)                   \
+  X(SUM, 4)                   \
+  X(GATHER_STAGED, 4)         \
+  X(GATHER_READ, 4)           \
+  X(SUM_STAGED, 4)            \
+  X(SUM_READ, 4)
+
+enum {
+#define HCP_BLOCK_ENUM(name, width) HCP_BLOCK_##name,
+  HCP_BLOCK_SECTIONS(HCP_BLOCK_ENUM)
+#undef HCP_BLOCK_ENUM
+      HCP_BLOCK_SECTION_COUNT
+};
+
+/* Of `rank`, one of the ranks first to first + ranks - 1. HCP_INVALID for another rank, and for
+ * numbers below 1. */
+hcp_status hcp_block_create(int32_t first, int32_t ranks, int32_t rank, int64_t rows,
+                            hcp_table **block, hcp_error *err);
 
 /* ---- 9. Grid ------------------------------------------------------------ */
 

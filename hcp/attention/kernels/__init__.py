@@ -76,46 +76,47 @@ class Launch:
         """Made when a kernel asks for them."""
         return [Entry(*fields) for fields in self._blocks.tolist()]
 
-    def sizes(self) -> list[tuple[int, int]]:
-        """(queries, keys) of every sequence of a packed launch: the entries, and the gaps between
-        them as queries without keys and keys without queries."""
-        sizes = []
-        query, key = self.queries.start, self.keys.start
-        for entry in self.entries:
-            sizes += [(entry.query_row - query, 0)] if entry.query_row > query else []
-            sizes += [(0, entry.key_row - key)] if entry.key_row > key else []
-            sizes.append((entry.query_rows, entry.key_rows))
-            query, key = entry.query_row + entry.query_rows, entry.key_row + entry.key_rows
-        return sizes
+    def packed(self, sequences: int = 0) -> Packed:
+        """The entries as libraries take them. ``sequences``: see ``Packed.places``."""
+        fields = array("q", itertools.chain.from_iterable(self.entries))
+        return Packed(tensor_of(_core.packed(fields, sequences), torch.int64))
 
     @cached_property
+    def _packed(self) -> Packed:
+        return self.packed()
+
+    @property
     def longest(self) -> tuple[int, int]:
         """Most queries, and most keys, of an entry."""
-        rows = [(entry.query_rows, entry.key_rows) for entry in self.entries]
-        return max(queries for queries, _ in rows), max(keys for _, keys in rows)
+        return self._packed.sizes.most_queries, self._packed.sizes.most_keys
 
-    @cached_property
+    @property
+    def longest_bounds(self) -> tuple[int, int]:
+        """The same of the sequences of ``bounds``."""
+        return self._packed.sizes.most_bound_queries, self._packed.sizes.most_bound_keys
+
+    @property
     def queries_are_whole(self) -> bool:
         """Whether every query of the launch belongs to an entry."""
-        rows = sum(entry.query_rows for entry in self.entries)
-        return rows == self.queries.stop - self.queries.start
+        return self._packed.sizes.queries == self.queries.stop - self.queries.start
 
-    @cached_property
+    @property
     def keys_are_whole(self) -> bool:
         """Whether every key of the launch belongs to an entry."""
-        return sum(entry.key_rows for entry in self.entries) == self.keys.stop - self.keys.start
+        return self._packed.sizes.keys == self.keys.stop - self.keys.start
 
-    @cached_property
-    def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
-        slices = [(0, e.query_rows, 0, e.key_rows, e.low, e.high) for e in self.entries]
-        return _core.slices_pairs(list(itertools.chain(*slices)), 0, self.longest[0])
+    @property
+    def pairs_of_a_query(self) -> float:
+        """The keys that a query of an entry sees on average."""
+        return self._packed.sizes.pairs / self._packed.sizes.queries
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seqlens of queries and of keys, int32, on the device. Kept for the next layer."""
+        """cu_seqlens of queries and of keys, int32, on the device: those of the entries, and the
+        gaps between them as queries without keys and keys without queries. Kept for the next
+        layer."""
         if self._bounds is None:
-            sizes = torch.tensor([(0, 0), *self.sizes()], dtype=torch.int32, device="cpu")
-            queries, keys = sizes.cumsum(0, dtype=torch.int32).t().contiguous().to(device)
+            bounds = self._packed.section("BOUNDS").to(torch.int32)
+            queries, keys = bounds.t().contiguous().to(device)
             self._bounds = queries, keys
         return self._bounds
 
@@ -181,6 +182,41 @@ def join(entries: Sequence[Entry], *, packs: bool) -> list[Launch]:
     """The entries of one stage as launches of a kernel. ``packs``: see ``Kernel``."""
     fields = array("q", itertools.chain.from_iterable(entries))
     return LaunchTable(tensor_of(_core.join_entries(fields, packs), torch.int64)).launches()
+
+
+class PackedSizes(NamedTuple):
+    """``hcp_packed_sizes``."""
+
+    most_queries: int
+    """Of an entry."""
+    most_keys: int
+    most_bound_queries: int
+    """Of a sequence of ``Launch.bounds``."""
+    most_bound_keys: int
+    queries: int
+    """Of all entries."""
+    keys: int
+    pairs: int
+    """Pairs of a query and a key that it sees."""
+    square: int
+    """1 where each entry has as many queries as keys."""
+
+
+class Packed(Sections):
+    """Entries of one launch as libraries take them. Rows count from the launch's first."""
+
+    SECTIONS = _core.PACKED_SECTIONS
+    PLACES = places(SECTIONS)
+
+    @cached_property
+    def sizes(self) -> PackedSizes:
+        return PackedSizes(*self.records("SIZES")[0])
+
+    def places(self) -> Tensor:
+        """int64 (2, 2 sequences + 1), of queries and of keys: where each entry begins and, for each
+        spare sequence and once more, where the last one ends; then the rows of each entry, 0 of
+        spare sequences."""
+        return torch.cat([self.section("STARTS"), self.section("ROWS")]).t().contiguous()
 
 
 class LaunchTable(Sections):

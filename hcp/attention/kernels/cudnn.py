@@ -234,23 +234,18 @@ class _Places:
     """
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
-        entries = launch.entries
-        self.sequences = _power_of_four(len(entries))
-        self.square = launch.window == (-1, -1) or all(e.query_rows == e.key_rows for e in entries)
-        spare = self.sequences - len(entries)
-        first = launch.queries.start, launch.keys.start
-        last = launch.queries.stop - first[0], launch.keys.stop - first[1]
-        self.rows = _rounded_total(last[0]), _rounded_total(last[1])
+        self.sequences = _power_of_four(len(launch.entries))
+        packed = launch.packed(self.sequences)
+        self.square = launch.window == (-1, -1) or bool(packed.sizes.square)
+        queries, keys = (rows.stop - rows.start for rows in (launch.queries, launch.keys))
+        self.rows = _rounded_total(queries), _rounded_total(keys)
         self.longest = tuple(
             min(_power_of_four(max(n, _LEAST_ROWS)), rows)
             for n, rows in zip(launch.longest, self.rows, strict=True)
         )
-        starts = [(e.query_row - first[0], e.key_row - first[1]) for e in entries]
-        sizes = [(e.query_rows, e.key_rows) for e in entries]
-        places = [*starts, *[last] * (spare + 1), *sizes, *[(0, 0)] * spare]
-        table = torch.tensor(places, dtype=torch.int64, device="cpu").t().contiguous().to(device)
-        self._starts = table[:, : self.sequences + 1]
-        self._sizes: list[Tensor] = [of.to(torch.int32) for of in table[:, self.sequences + 1 :]]
+        places = packed.places().to(device)
+        self._starts = places[:, : self.sequences + 1]
+        self._sizes: list[Tensor] = [of.to(torch.int32) for of in places[:, self.sequences + 1 :]]
         self._offsets: dict[tuple[int, int], Tensor] = {}
 
     def sizes(self, side: int) -> Tensor:

@@ -60,12 +60,13 @@ class Flash3(Flash2):
     def _options(self, launch: Launch, query: Tensor) -> dict[str, Any]:
         """The arguments that describe a launch, for forward and backward."""
         cu_seqlens_q, cu_seqlens_k = launch.bounds(query.device)
+        longest_query, longest_key = launch.longest_bounds
         left, right = launch.window
         return {
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max(queries for queries, _ in launch.sizes()),
-            "max_seqlen_k": max(keys for _, keys in launch.sizes()),
+            "max_seqlen_q": longest_query,
+            "max_seqlen_k": longest_key,
             "window_size_left": left,
             "window_size_right": right,
             "softcap": self.softcap,

@@ -146,11 +146,9 @@ class _Known:
     """A launch as the package takes it, and its calls, made once for all layers."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
-        sizes = launch.sizes()
         left, right = (None if limit < 0 else limit for limit in launch.window)
-        longest = max(queries for queries, _ in sizes), max(keys for _, keys in sizes)
         bounds_q, bounds_k = map(_at_16_bytes, launch.bounds(device))
-        self.pack = PackedLaunch(bounds_q, bounds_k, *longest, left, right)
+        self.pack = PackedLaunch(bounds_q, bounds_k, *launch.longest_bounds, left, right)
         self.forwards: dict[tuple[object, ...], Forwards] = {}
         self.backwards: dict[tuple[object, ...], Backwards] = {}
 

@@ -24,11 +24,5 @@ LEAST_KEYS = {False: (750.0, 100.0), True: (190.0, 190.0)}
 def order_of(call: KernelCall) -> Sequence[str]:
     """Families, the fastest for a call first."""
     long, middle = LEAST_KEYS[call.backward]
-    keys = keys_of_a_query(call)
+    keys = call.launch.pairs_of_a_query
     return LONG if keys >= long else MIDDLE if keys >= middle else SHORT
-
-
-def keys_of_a_query(call: KernelCall) -> float:
-    """The keys that a query of the launch sees on average."""
-    queries = sum(entry.query_rows for entry in call.launch.entries)
-    return call.launch.pairs / queries
