@@ -12,9 +12,9 @@ static const int32_t widths[HCP_PACKED_SECTION_COUNT] = {
 enum { QUERY_ROW, QUERY_ROWS, KEY_ROW, KEY_ROWS, LOW, HIGH, ENTRY_WORDS };
 enum { SIDES = 2 }; /* queries and keys */
 
-static int64_t row_of(const int64_t *entry, int32_t side) { return entry[2 * side]; }
-static int64_t rows_of(const int64_t *entry, int32_t side) { return entry[2 * side + 1]; }
-static int64_t end_of(const int64_t *entry, int32_t side) {
+static int64_t row_of(const int64_t *entry, int64_t side) { return entry[2 * side]; }
+static int64_t rows_of(const int64_t *entry, int64_t side) { return entry[2 * side + 1]; }
+static int64_t end_of(const int64_t *entry, int64_t side) {
   return row_of(entry, side) + rows_of(entry, side);
 }
 

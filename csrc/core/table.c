@@ -292,7 +292,8 @@ int hcp__find_sections(const int64_t *words, int64_t word_count, int64_t header_
   int64_t first = header_words + 2 * (int64_t)n;
   if (word_count < first) return 0;
   for (int32_t s = 0; s < n; s++) {
-    int64_t start = words[header_words + 2 * s], records = words[header_words + 2 * s + 1];
+    const int64_t *head = words + header_words + (int64_t)s * 2;
+    int64_t start = head[0], records = head[1];
     if (start < first || start > word_count || records < 0) return 0;
     if (records > (word_count - start) / widths[s]) return 0;
     sections[s] = (hcp_section){start, start + records * widths[s], records};
