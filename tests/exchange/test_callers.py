@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp.exchange import callers, calls
-from hcp.exchange.callers import calling_module
+from hcp.exchange import calls
+from hcp.exchange.calls import calling_module
 
 LENGTH, LAYERS, WIDTH = 24, 4, 8
 
@@ -403,30 +403,30 @@ def test_threads_that_learn_names_at_the_same_time_keep_both(
 ) -> None:
     models = [held_by(Says(), ["layers", str(i), "attention"]) for i in range(2)]
     said = []
-    text = callers._text
+    text = calls._text
 
     def interrupted(path: Any) -> str:
-        monkeypatch.setattr(callers, "_text", text)
+        monkeypatch.setattr(calls, "_text", text)
         thread = threading.Thread(target=lambda: said.append(models[1]()))
         thread.start()
         thread.join()
         return text(path)
 
-    monkeypatch.setattr(callers, "_text", interrupted)
+    monkeypatch.setattr(calls, "_text", interrupted)
     said.append(models[0]())
     assert said == ["layers.1.attention", "layers.0.attention"]
-    assert {*said} <= {name for _, name in callers._names.values()}
+    assert {*said} <= {name for _, name in calls._names.values()}
 
 
 def test_names_of_modules_that_are_gone_are_forgotten() -> None:
     gc.collect()
-    before = len(callers._names)
+    before = len(calls._names)
     model = held_by(Says(), ["layers", "0"])
     assert model() == "layers.0"
-    assert len(callers._names) > before
+    assert len(calls._names) > before
     del model
     gc.collect()
-    assert len(callers._names) == before
+    assert len(calls._names) == before
 
 
 # ---- a word to those who hold layers elsewhere ---------------------------------------------------
