@@ -95,14 +95,14 @@ hcp__cut *hcp__cut_by_documents(const hcp__cut *cut, const hcp_plan *plan, int32
   return made;
 }
 
-hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree) {
-  int32_t count = 2 * degree;
+hcp__cut *hcp__cut_zigzag(const hcp__zigzag *z) {
+  int32_t degree = z->degree, count = 2 * degree;
   hcp__chunk *chunks = malloc((size_t)count * sizeof *chunks);
   if (chunks == NULL) return NULL;
   for (int32_t k = 0; k < count; k++) {
-    int64_t start = hcp__chunk_start(length, degree, k);
-    chunks[k] = (hcp__chunk){start, hcp__chunk_start(length, degree, k + 1) - start,
-                             k < degree ? k : count - 1 - k};
+    int64_t start = hcp__chunk_start(z, k);
+    chunks[k] =
+        (hcp__chunk){start, hcp__chunk_start(z, k + 1) - start, k < degree ? k : count - 1 - k};
   }
   hcp__cut *cut = hcp__cut_create(chunks, count, degree);
   free(chunks);
@@ -135,6 +135,7 @@ typedef struct problem {
   const hcp_plan *plan;
   int32_t sequence, degree, count, room; /* of chunks, and most of them */
   int64_t length, total;
+  hcp__zigzag zigzag;
   int64_t *loads;   /* count: pairs of each chunk */
   int64_t *sums;    /* degree: pairs of each place */
   int32_t *held;    /* degree: chunks of each place */
@@ -277,7 +278,7 @@ static void give_rows(problem *p, int32_t each) {
   memset(p->held, 0, (size_t)p->degree * sizeof *p->held);
   for (int32_t c = 0; c < p->count; c++) {
     int32_t k = p->chunks[c].place;
-    int64_t rows = hcp__rows_before(p->length, p->degree, k, p->length);
+    int64_t rows = hcp__zigzag_rows(&p->zigzag, k);
     p->chunks[c].start = start;
     p->chunks[c].rows = rows / each + (p->held[k]++ < rows % each);
     start += p->chunks[c].rows;
@@ -300,8 +301,8 @@ static int64_t cut_into(problem *p, int32_t each) {
 static void zigzag_chunks(problem *p) {
   p->count = 2 * p->degree;
   for (int32_t c = 0; c < p->count; c++) {
-    int64_t start = hcp__chunk_start(p->length, p->degree, c);
-    p->chunks[c] = (hcp__chunk){start, hcp__chunk_start(p->length, p->degree, c + 1) - start,
+    int64_t start = hcp__chunk_start(&p->zigzag, c);
+    p->chunks[c] = (hcp__chunk){start, hcp__chunk_start(&p->zigzag, c + 1) - start,
                                 c < p->degree ? c : p->count - 1 - c};
   }
 }
@@ -471,8 +472,7 @@ static void add_chunks(problem *p, const int64_t *rows, int32_t half, int32_t do
 static int64_t cut_in_phases(problem *p, phases *f) {
   memset(p->sums, 0, (size_t)p->degree * sizeof *p->sums);
   memset(f->rows, 0, (size_t)f->count * (size_t)p->degree * sizeof *f->rows);
-  for (int32_t k = 0; k < p->degree; k++)
-    f->spare[k] = hcp__rows_before(p->length, p->degree, k, p->length);
+  for (int32_t k = 0; k < p->degree; k++) f->spare[k] = hcp__zigzag_rows(&p->zigzag, k);
   for (int32_t i = 0; i < f->count; i++) share_phase(p, f, f->order[i]);
   p->count = 0;
   for (int32_t i = 0, down = 0; i < f->count; i++) {
@@ -531,6 +531,7 @@ int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hc
   size_t places = (size_t)degree, chunks = (size_t)room;
   problem p = {.plan = plan, .sequence = sequence, .degree = degree, .room = room};
   p.length = plan->lengths[sequence];
+  p.zigzag = hcp__zigzag_of(plan, sequence, degree);
   *cut = NULL;
   p.chunks = malloc(chunks * (sizeof *p.chunks + sizeof *p.loads + sizeof *p.order) +
                     places * (sizeof *p.sums + sizeof *p.held));

@@ -19,11 +19,12 @@ hcp_status hcp_fixed_sizes(const hcp_capacity *capacity, int64_t sizes[HCP_FIXED
                        (long long)numbers[i].value, (long long)numbers[i].most);
   int64_t rows = capacity->rows, ranks = capacity->ranks;
   /* A rank has one span of a sequence that it computes alone, at most two of others. Chunks j and
-   * 2 d - 1 - j of a sequence of L tokens see L + L / 2d keys together. */
+   * 2 d - 1 - j of a sequence of L tokens see L + L / 2d keys together, and two more by rounding.
+   */
   int64_t bounds = (ranks == 1 ? 1 : 2) * capacity->sequences + 1;
   sizes[HCP_FIXED_POSITIONS] = sizes[HCP_FIXED_EMPTY] = rows;
   sizes[HCP_FIXED_QUERY_BOUNDS] = sizes[HCP_FIXED_KEY_BOUNDS] = bounds;
-  sizes[HCP_FIXED_KEYS] = ranks == 1 ? 0 : ranks * rows + rows / 2 + 1;
+  sizes[HCP_FIXED_KEYS] = ranks == 1 ? 0 : ranks * rows + rows / 2 + 2 * capacity->sequences + 1;
   sizes[HCP_FIXED_PLACES] = ranks == 1 ? 0 : 2 * ranks * rows;
   return HCP_OK;
 }
@@ -60,6 +61,10 @@ static hcp_status expect_most(const block *b, int32_t rank, const char *name, in
                    b->micro_batch, rank, name, (long long)found, (long long)most);
 }
 
+static hcp__zigzag zigzag_at(const block *b, const hcp_group *group, int32_t s) {
+  return hcp__zigzag_of(b->plan, b->plan->sequences[group->first_sequence + s], group->degree);
+}
+
 static hcp_status expect_room(const block *b, int32_t rank, hcp_error *err) {
   const hcp_group *group = hcp__group_of(b->plan, b->micro_batch, rank);
   int64_t held = 0, longest = 0;
@@ -72,9 +77,9 @@ static hcp_status expect_room(const block *b, int32_t rank, hcp_error *err) {
   int32_t place = rank - group->first_rank;
   for (int32_t s = 0; s < group->sequences; s++) {
     hcp__piece pieces[2];
-    int64_t length = b->plan->lengths[b->plan->sequences[group->first_sequence + s]];
-    held += hcp__pieces(length, group->degree, place, pieces) > 0;
-    longest = hcp__most(longest, length);
+    hcp__zigzag z = zigzag_at(b, group, s);
+    held += hcp__pieces(&z, place, pieces) > 0;
+    longest = hcp__most(longest, z.length);
   }
   int64_t rows = hcp__rank_rows(b->plan, group, place) + hcp__padding(b->plan, group, place);
   const hcp_capacity *most = b->capacity;
@@ -122,11 +127,11 @@ static void append_span(cursor *at, const hcp__piece *span, int64_t seen) {
 
 /* The gathered row of each token of a sequence, up to the end of what this rank's spans see.
  * rows: of each place of the group, its rows of the sequences before, to be moved on. */
-static void fill_gathered(const block *b, const hcp_group *group, int64_t length, int64_t seen,
-                          int64_t *rows, int64_t *gathered) {
+static void fill_gathered(const block *b, const hcp_group *group, const hcp__zigzag *z,
+                          int64_t seen, int64_t *rows, int64_t *gathered) {
   for (int32_t k = 0; k < group->degree; k++) {
     hcp__piece pieces[2];
-    int32_t n = hcp__pieces(length, group->degree, k, pieces);
+    int32_t n = hcp__pieces(z, k, pieces);
     int64_t first = (group->first_rank + k - b->first) * b->capacity->rows;
     for (int32_t p = 0; p < n; p++) {
       for (int64_t i = 0; i < pieces[p].rows && pieces[p].start + i < seen; i++)
@@ -145,15 +150,16 @@ static void arrange(const int64_t *gathered, int64_t seen, int64_t at, int64_t *
   }
 }
 
-static void fill_sequence(const block *b, const hcp_group *group, int32_t place, int64_t length,
+static void fill_sequence(const block *b, const hcp_group *group, int32_t place, int32_t s,
                           int64_t *scratch, hcp_table *table, cursor *at) {
   hcp__piece spans[2];
-  int32_t n = hcp__pieces(length, group->degree, place, spans);
+  hcp__zigzag z = zigzag_at(b, group, s);
+  int32_t n = hcp__pieces(&z, place, spans);
   int64_t gathered_rows = b->capacity->ranks * b->capacity->rows;
   int64_t *rows = scratch, *gathered = scratch + group->degree;
   int shared = b->capacity->ranks > 1;
   int64_t end = n == 0 ? 0 : spans[n - 1].start + spans[n - 1].rows;
-  if (shared) fill_gathered(b, group, length, end, rows, gathered);
+  if (shared) fill_gathered(b, group, &z, end, rows, gathered);
   for (int32_t p = 0; p < n; p++) {
     int64_t seen = spans[p].start + spans[p].rows;
     if (shared)
@@ -177,10 +183,8 @@ static void fill(const block *b, int32_t rank, const int64_t *sizes, int64_t *sc
   int64_t *keys = section_of(table, HCP_FIXED_KEY_BOUNDS);
   cursor at = {section_of(table, HCP_FIXED_POSITIONS), queries, keys, 0, 0};
   for (int64_t i = 0; i < sizes[HCP_FIXED_PLACES]; i++) places[i] = sizes[HCP_FIXED_KEYS] - 1;
-  for (int32_t s = 0; group != NULL && s < group->sequences; s++) {
-    int64_t length = b->plan->lengths[b->plan->sequences[group->first_sequence + s]];
-    fill_sequence(b, group, rank - group->first_rank, length, scratch, table, &at);
-  }
+  for (int32_t s = 0; group != NULL && s < group->sequences; s++)
+    fill_sequence(b, group, rank - group->first_rank, s, scratch, table, &at);
   fill_rest(at.queries, queries + sizes[HCP_FIXED_QUERY_BOUNDS]);
   fill_rest(at.keys, keys + sizes[HCP_FIXED_KEY_BOUNDS]);
   for (int64_t i = at.row; i < b->capacity->rows; i++) empty[i] = 1;

@@ -89,8 +89,21 @@ typedef struct hcp__piece {
   int64_t start, rows;
 } hcp__piece;
 
+/* How a sequence is cut in 2 * degree chunks. A chunk's rows are rounded as those of the chunk
+ * `turn` places after it would be, if the sequence came again and again. */
+typedef struct hcp__zigzag {
+  int64_t length;
+  int32_t degree;
+  int32_t turn; /* 0 to 2 * degree - 1 */
+} hcp__zigzag;
+
+hcp__zigzag hcp__zigzag_of(const hcp_plan *plan, int32_t sequence, int32_t degree);
+
+/* The turns of a plan's sequences, NULL: out of memory. The caller frees them. */
+int32_t *hcp__turns_create(const hcp_plan *plan);
+
 /* The first token of chunk k of 2 * degree, for 0 <= k <= 2 * degree. */
-int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
+int64_t hcp__chunk_start(const hcp__zigzag *z, int64_t k);
 
 /* Two chunks as at most two pieces in token order, none empty, joined when they touch. Returns how
  * many. */
@@ -103,13 +116,12 @@ static inline int32_t hcp__pieces_between(int64_t front, int64_t front_end, int6
   return n;
 }
 
-/* What rank j of degree holds of a sequence: at most two pieces in token order,
+/* What place j holds of a sequence: at most two pieces in token order,
  * none empty, joined when they touch. Returns how many. */
-int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]);
+int32_t hcp__pieces(const hcp__zigzag *z, int32_t j, hcp__piece pieces[2]);
 
-/* Rows of rank j that are tokens before end, which is all of hcp_rows_held or less. They come first
- * among the rank's rows of the sequence. */
-int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end);
+/* Rows of place j. */
+int64_t hcp__zigzag_rows(const hcp__zigzag *z, int32_t j);
 
 /* The pieces that place j of the group holds of its sequence `index`, in token order; *pieces
  * is own where they are zigzag. Returns how many. */
@@ -157,7 +169,7 @@ typedef struct hcp__cut {
 /* A cut of chunks in token order, NULL: out of memory. Empty ones are left out, neighbours of
  * one place joined. The caller frees it. */
 hcp__cut *hcp__cut_create(const hcp__chunk *chunks, int32_t count, int32_t degree);
-hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree);
+hcp__cut *hcp__cut_zigzag(const hcp__zigzag *z);
 
 /* *cut is the cut that balances the work of a sequence under the plan's masks, NULL: zigzag.
  * Every place has as many rows as under zigzag. Returns 0 when out of memory. */

@@ -22,21 +22,75 @@ int64_t hcp_rows_up_to(int64_t length, int32_t degree) {
 }
 
 int64_t hcp_rows_held(int64_t length, int32_t degree, int32_t j) {
-  return hcp__rows_before(length, degree, j, length);
+  return hcp__zigzag_rows(&(hcp__zigzag){length, degree, 0}, j);
 }
 
-int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k) {
-  int64_t chunks = 2 * (int64_t)degree;
-  return length / chunks * k + length % chunks * k / chunks;
+hcp__zigzag hcp__zigzag_of(const hcp_plan *plan, int32_t sequence, int32_t degree) {
+  return (hcp__zigzag){plan->lengths[sequence], degree, plan->turns[sequence]};
 }
 
-int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]) {
-  int64_t mirrored = 2 * (int64_t)degree - 1 - j;
-  return hcp__pieces_between(hcp__chunk_start(length, degree, j),
-                             hcp__chunk_start(length, degree, j + 1),
-                             hcp__chunk_start(length, degree, mirrored),
-                             hcp__chunk_start(length, degree, mirrored + 1), pieces);
+int64_t hcp__chunk_start(const hcp__zigzag *z, int64_t k) {
+  int64_t chunks = 2 * (int64_t)z->degree, rest = z->length % chunks;
+  int64_t over = (k + z->turn) * rest / chunks - z->turn * rest / chunks;
+  return z->length / chunks * k + over;
 }
+
+int32_t hcp__pieces(const hcp__zigzag *z, int32_t j, hcp__piece pieces[2]) {
+  int64_t mirrored = 2 * (int64_t)z->degree - 1 - j;
+  return hcp__pieces_between(hcp__chunk_start(z, j), hcp__chunk_start(z, j + 1),
+                             hcp__chunk_start(z, mirrored), hcp__chunk_start(z, mirrored + 1),
+                             pieces);
+}
+
+int64_t hcp__zigzag_rows(const hcp__zigzag *z, int32_t j) {
+  hcp__piece pieces[2];
+  int32_t n = hcp__pieces(z, j, pieces);
+  int64_t rows = 0;
+  for (int32_t p = 0; p < n; p++) rows += pieces[p].rows;
+  return rows;
+}
+
+/* ---- turns ---- */
+
+static int32_t widest(const hcp_plan *plan) {
+  int32_t degree = 1;
+  for (int32_t g = 0; g < plan->group_count; g++)
+    if (plan->groups[g].degree > degree) degree = plan->groups[g].degree;
+  return degree;
+}
+
+/* Sequences of a group whose lengths leave the same rest are rounded alike. Each of them begins a
+ * chunk after the one before it: k of them put on a chunk what one puts on k neighbouring chunks,
+ * which is less than a row from its share. So no place is two rows from its share for each rest,
+ * however many sequences there are. The first one of each rest lies as if it were alone, whole
+ * chunks always do, and hcp_rows_max of all of them together stays the most of a place. */
+static void turn_group(const hcp_plan *plan, const hcp_group *group, int32_t *next,
+                       int32_t *turns) {
+  int64_t chunks = 2 * (int64_t)group->degree;
+  const int32_t *sequences = plan->sequences + group->first_sequence;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    int64_t rest = plan->lengths[sequences[s]] % chunks;
+    if (rest == 0) continue;
+    turns[sequences[s]] = next[rest];
+    next[rest] = next[rest] + 1 < chunks ? next[rest] + 1 : 0;
+  }
+  for (int32_t s = 0; s < group->sequences; s++) next[plan->lengths[sequences[s]] % chunks] = 0;
+}
+
+int32_t *hcp__turns_create(const hcp_plan *plan) {
+  int32_t *turns = calloc((size_t)plan->n + 1, sizeof *turns);
+  int32_t *next = calloc(2 * (size_t)widest(plan), sizeof *next);
+  for (int32_t g = 0; turns != NULL && next != NULL && g < plan->group_count; g++)
+    if (plan->groups[g].degree > 1) turn_group(plan, &plan->groups[g], next, turns);
+  if (next == NULL) {
+    free(turns);
+    return NULL;
+  }
+  free(next);
+  return turns;
+}
+
+/* ---- what a rank holds ---- */
 
 int32_t hcp__held(const hcp_plan *plan, const hcp_group *group, int32_t index, int32_t j,
                   hcp__piece own[2], const hcp__piece **pieces) {
@@ -44,7 +98,8 @@ int32_t hcp__held(const hcp_plan *plan, const hcp_group *group, int32_t index, i
   const hcp__cut *cut = plan->cuts == NULL ? NULL : plan->cuts[sequence];
   if (cut == NULL) {
     *pieces = own;
-    return hcp__pieces(plan->lengths[sequence], group->degree, j, own);
+    hcp__zigzag z = hcp__zigzag_of(plan, sequence, group->degree);
+    return hcp__pieces(&z, j, own);
   }
   *pieces = cut->pieces + cut->first[j];
   return cut->first[j + 1] - cut->first[j];
@@ -54,17 +109,6 @@ int32_t hcp__held_most(const hcp_plan *plan, const hcp_group *group, int32_t ind
   int32_t sequence = plan->sequences[group->first_sequence + index];
   const hcp__cut *cut = plan->cuts == NULL ? NULL : plan->cuts[sequence];
   return cut == NULL ? 2 : cut->most;
-}
-
-int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end) {
-  hcp__piece pieces[2];
-  int32_t n = hcp__pieces(length, degree, j, pieces);
-  int64_t rows = 0;
-  for (int32_t p = 0; p < n; p++) {
-    int64_t within = end - pieces[p].start;
-    if (within > 0) rows += within < pieces[p].rows ? within : pieces[p].rows;
-  }
-  return rows;
 }
 
 const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_t rank) {
@@ -85,8 +129,8 @@ const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_
 int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) {
   int64_t rows = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
-    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
-    rows += hcp_rows_held(length, group->degree, j);
+    hcp__zigzag z = hcp__zigzag_of(plan, plan->sequences[group->first_sequence + s], group->degree);
+    rows += hcp__zigzag_rows(&z, j);
   }
   return rows;
 }

@@ -110,7 +110,8 @@ static hcp_masks *copy_of(const hcp_masks *masks, int32_t count, int32_t n) {
 
 /* Divides the pieces of a sequence where its documents begin; under zigzag, too. */
 static int divide(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut) {
-  if (*cut == NULL) *cut = hcp__cut_zigzag(plan->lengths[sequence], degree);
+  hcp__zigzag z = hcp__zigzag_of(plan, sequence, degree);
+  if (*cut == NULL) *cut = hcp__cut_zigzag(&z);
   if (*cut == NULL) return 0;
   hcp__cut *divided = hcp__cut_by_documents(*cut, plan, sequence, degree);
   free(*cut);

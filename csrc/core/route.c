@@ -106,15 +106,14 @@ static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
   int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
   (void)lists;
   if (!takes_part(d, group, source)) return;
-  int64_t length = d->plan->lengths[sequence];
+  hcp__zigzag z = hcp__zigzag_of(d->plan, sequence, group->degree);
   if (source == d->rank) {
     d->rows[sequence] = 0; /* chosen: placed by index afterwards */
-    total->source += length;
+    total->source += z.length;
     for (int32_t k = 0; k < group->degree; k++)
-      d->sends[group->first_rank + k + 1] += hcp__rows_before(length, group->degree, k, length);
+      d->sends[group->first_rank + k + 1] += hcp__zigzag_rows(&z, k);
   }
-  if (j >= 0 && j < group->degree)
-    d->receives[source + 1] += hcp__rows_before(length, group->degree, j, length);
+  if (j >= 0 && j < group->degree) d->receives[source + 1] += hcp__zigzag_rows(&z, j);
 }
 
 static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
@@ -124,7 +123,7 @@ static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
   hcp__piece own[2];
   const hcp__piece *pieces;
   if (!takes_part(d, group, source)) return;
-  int64_t length = d->plan->lengths[sequence];
+  hcp__zigzag z = hcp__zigzag_of(d->plan, sequence, group->degree);
   for (int32_t k = 0; source == d->rank && k < group->degree; k++) {
     int32_t n = hcp__held(d->plan, group, index, k, own, &pieces);
     int64_t *wire = &d->sends[group->first_rank + k];
@@ -135,7 +134,7 @@ static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
     }
   }
   if (j < 0 || j >= group->degree) return;
-  int64_t rows = hcp__rows_before(length, group->degree, j, length);
+  int64_t rows = hcp__zigzag_rows(&z, j);
   append_move(lists, STORES, total->output, d->receives[source], rows);
   d->receives[source] += rows;
   total->received += rows;

@@ -730,10 +730,11 @@ static int64_t exchange_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
  * the row after them. */
 static int64_t exchange_chunks(builder *b, int32_t s, int64_t chunk, int32_t descending,
                                int64_t row) {
-  int64_t length = b->view.sequences[s].length;
-  int64_t start = hcp__chunk_start(length, b->view.group->degree, chunk);
+  int32_t sequence = b->view.plan->sequences[b->view.group->first_sequence + s];
+  hcp__zigzag z = hcp__zigzag_of(b->view.plan, sequence, b->view.group->degree);
+  int64_t start = hcp__chunk_start(&z, chunk);
   for (int32_t i = 0; i < b->inner; i++) {
-    int64_t end = hcp__chunk_start(length, b->view.group->degree, chunk + i + 1);
+    int64_t end = hcp__chunk_start(&z, chunk + i + 1);
     row = exchange_rows(b, descending ? b->inner - 1 - i : i, row, end - start);
     start = end;
   }

@@ -379,12 +379,16 @@ int64_t hcp__row_at(const hcp__seen *seen, int64_t place) {
 /* ---- the value ---- */
 
 /* Where the chunks of a sequence start, as hcp__chunk_start has it. */
-static void find_starts(int64_t length, int64_t chunks, int64_t *starts) {
-  int64_t each = length / chunks, rest = length % chunks, start = 0, over = 0;
-  for (int64_t k = 0; k <= chunks; k++) {
+static void find_starts(const hcp__view *v, int32_t s, int64_t *starts) {
+  int64_t chunks = 2 * (int64_t)v->group->degree;
+  int64_t inner = v->group->degree / v->degree; /* chunks of the group that are one of the view's */
+  hcp__zigzag z = hcp__zigzag_of(v->plan, sequence_of(v, s), v->group->degree);
+  int64_t rest = z.length % chunks, each = z.length / chunks * inner + rest * inner / chunks;
+  int64_t start = 0, over = z.turn * rest % chunks, more = rest * inner % chunks;
+  for (int64_t k = 0; k <= chunks_of(v); k++) {
     starts[k] = start;
     start += each;
-    over += rest;
+    over += more;
     if (over < chunks) continue;
     over -= chunks;
     start++;
@@ -398,7 +402,7 @@ static int make_cuts(hcp__view *v, int64_t *starts) {
     const hcp__cut *cut = v->masks == NULL ? NULL : v->plan->cuts[sequence_of(v, s)];
     of->length = v->plan->lengths[sequence_of(v, s)];
     of->starts = starts;
-    find_starts(of->length, chunks_of(v), starts);
+    find_starts(v, s, starts);
     starts += chunks_of(v) + 1;
     if (cut == NULL || v->degree == 1) continue;
     of->cut = hcp__cut_create(cut->chunks, cut->count, v->degree); /* without documents' borders */

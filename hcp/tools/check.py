@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,24 +109,34 @@ def _check_sequences(count: int, batches: Batches) -> None:
         )
 
 
-def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
-    """Return the spans of a sequence on rank j of a group: chunks j and 2 d - 1 - j."""
-    return [
-        (k * length // (2 * degree), (k + 1) * length // (2 * degree))
-        for k in (j, 2 * degree - 1 - j)
-    ]
+def _rows(length: int, degree: int, j: int, turn: int = 0) -> int:
+    """Return the rows of a sequence on rank j of a group: those of chunks j and 2 d - 1 - j, which
+    are rounded as if the sequence began at chunk ``turn``."""
+    return sum(
+        (k + 1) * length // (2 * degree) - k * length // (2 * degree)
+        for k in (turn + j, turn + 2 * degree - 1 - j)
+    )
+
+
+def _turns(lengths: list[int], degree: int) -> list[int]:
+    """Return how many sequences before each one of a group leave the same rest of chunks."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for length in lengths:
+        rest = length % (2 * degree)
+        turns.append(seen[rest] % (2 * degree) if rest else 0)
+        seen[rest] += 1
+    return turns
 
 
 def _check_memory(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
     alignment = max(1, data.get("alignment") or 1)
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
-            for j in range(group["degree"]):
-                rows = sum(
-                    stop - start
-                    for s in group["sequences"]
-                    for start, stop in _spans(lengths[s], group["degree"], j)
-                )
+            held, degree = [lengths[s] for s in group["sequences"]], group["degree"]
+            turns = _turns(held, degree)
+            for j in range(degree):
+                rows = sum(_rows(n, degree, j, turn) for n, turn in zip(held, turns, strict=True))
                 padded = -(-rows // alignment) * alignment
                 if padded > data["max_tokens_per_rank"]:
                     raise HcpError(
@@ -144,10 +155,7 @@ def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
             degree = group["degree"]
             needed = _bytes_of(memory, padding, padding, degree)
             for tokens in (lengths[s] for s in group["sequences"]):
-                rows = max(
-                    sum(stop - start for start, stop in _spans(tokens, degree, j))
-                    for j in range(degree)
-                )
+                rows = max(_rows(tokens, degree, j) for j in range(degree))
                 needed += _bytes_of(memory, rows, tokens, degree)
             if 0 < limit < needed:
                 raise HcpError(

@@ -95,6 +95,52 @@ static void alignment_pads_rows_and_what_is_sent_to_them(void) {
   }
 }
 
+/* Ways of rounding: rests of lengths by twice the degree, but for 0. */
+static int32_t count_rests(const int64_t *lengths, int32_t n, int32_t degree) {
+  int32_t count = 0;
+  for (int32_t rest = 1; rest < 2 * degree; rest++)
+    for (int32_t i = 0; i < n; i++)
+      if (lengths[i] % (2 * (int64_t)degree) == rest) {
+        count++;
+        break;
+      }
+  return count;
+}
+
+/* A group of all ranks, as static context parallelism has it. */
+static hcp_plan *plan_of_one_group(const int64_t *lengths, int32_t n, int32_t degree) {
+  int32_t *order = calloc((size_t)n, sizeof *order);
+  for (int32_t i = 0; i < n; i++) order[i] = i;
+  const hcp_limits limits = draw_limits(degree, degree, degree, 1 << 20);
+  const hcp_micro_batch batch = {.first_group = 0, .groups = 1};
+  const hcp_group group = {.degree = degree, .sequences = n};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create_from(lengths, n, &limits, &(hcp_cost){.pair = 1, .token = 1}, &batch, 1,
+                                 &group, 1, order, &plan, NULL),
+            HCP_OK);
+  free(order);
+  return plan;
+}
+
+static void no_rank_is_two_rows_from_its_share_for_each_rest(void) {
+  enum { MOST = 300 };
+  for (int32_t i = 0; i < 200; i++) {
+    int64_t lengths[MOST], total = 0;
+    int32_t n = draw(1, MOST), degree = draw(1, 9), kinds = draw(1, 40), least = draw(1, 20);
+    for (int32_t s = 0; s < n; s++) total += lengths[s] = draw(least, least + kinds - 1);
+    hcp_plan *plan = plan_of_one_group(lengths, n, degree);
+    int64_t most = 2 * (int64_t)count_rests(lengths, n, degree) * degree;
+    for (int32_t rank = 0; rank < degree; rank++) {
+      hcp_layout *layout = NULL;
+      CHECK_INT(hcp_layout_create(plan, 0, rank, &layout, NULL), HCP_OK);
+      CHECK(layout->rows * degree - total <= most);
+      CHECK(total - layout->rows * degree <= most);
+      hcp_layout_destroy(layout);
+    }
+    hcp_plan_destroy(plan);
+  }
+}
+
 static void bad_places_are_refused(void) {
   const int64_t length = 9;
   const hcp_limits limits = draw_limits(2, 2, 2, 8);
@@ -115,6 +161,7 @@ static void bad_places_are_refused(void) {
 int main(void) {
   every_token_lies_on_one_rank();
   alignment_pads_rows_and_what_is_sent_to_them();
+  no_rank_is_two_rows_from_its_share_for_each_rest();
   bad_places_are_refused();
   hcp_layout_destroy(NULL);
   return check_report("test_layout");

@@ -520,13 +520,15 @@ static void rows_cross_borders_once(void) {
   }
 }
 
-/* Neighbours of a group hold together what one rank of a smaller group does. */
+/* Neighbours of a group hold together what one rank of a smaller group does, where both round
+ * alike: each sequence but the first one has whole chunks. */
 static void neighbours_hold_what_a_rank_of_a_smaller_group_does(void) {
   for (int32_t i = 0; i < 40; i++) {
     int32_t inner = draw(1, 3), degree = draw(1, 4), sequences = draw(1, 4);
     int64_t lengths[4];
     int32_t order[] = {0, 1, 2, 3};
-    for (int32_t s = 0; s < sequences; s++) lengths[s] = draw(1, 60);
+    lengths[0] = draw(1, 60);
+    for (int32_t s = 1; s < sequences; s++) lengths[s] = 2 * degree * inner * draw(1, 4);
     hcp_mask mask = draw_mask();
     hcp_table *tables[2][12];
     for (int32_t which = 0; which < 2; which++) {

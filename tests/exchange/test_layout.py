@@ -7,14 +7,10 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plan_prices import chunks_of, rows_held, turns_of
 
 import hcp
 from hcp.exchange.layout import Layout
-
-
-def chunks(length: int, degree: int) -> list[range]:
-    cuts = [k * length // (2 * degree) for k in range(2 * degree + 1)]
-    return [range(start, end) for start, end in pairwise(cuts)]
 
 
 def one_group(lengths: list[int], degree: int, first_rank: int = 0) -> hcp.Plan:
@@ -36,12 +32,11 @@ def one_group(lengths: list[int], degree: int, first_rank: int = 0) -> hcp.Plan:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 9))
 def test_rank_j_holds_chunks_j_and_2d_minus_1_minus_j(lengths: list[int], degree: int) -> None:
     plan = one_group(lengths, degree, first_rank=1)
+    turns = turns_of(lengths, degree)
+    chunks = [chunks_of(n, degree, turn) for n, turn in zip(lengths, turns, strict=True)]
     for j in range(degree):
         layout = Layout(plan, 0, 1 + j)
-        held = [
-            [*chunks(length, degree)[j], *chunks(length, degree)[2 * degree - 1 - j]]
-            for length in lengths
-        ]
+        held = [[*own[j], *own[2 * degree - 1 - j]] for own in chunks]
         assert layout.positions.tolist() == [token for own in held for token in own]
         assert layout.rows == sum(map(len, held))
         assert layout.cu_seqlens.tolist() == [
@@ -49,6 +44,44 @@ def test_rank_j_holds_chunks_j_and_2d_minus_1_minus_j(lengths: list[int], degree
         ]
         assert (layout.degree, layout.first_rank) == (degree, 1)
         assert layout.lengths == tuple(lengths)
+
+
+@given(
+    st.one_of(
+        st.lists(st.integers(1, 60), min_size=1, max_size=40),
+        st.tuples(st.integers(1, 60), st.integers(1, 90)).map(lambda drawn: [drawn[0]] * drawn[1]),
+    ),
+    st.integers(1, 9),
+)
+def test_no_rank_is_two_rows_from_its_share_for_each_way_of_rounding(
+    lengths: list[int], degree: int
+) -> None:
+    """k sequences with one rest fill k neighbouring chunks, each of which is less than a row from
+    its share, and a rank has two chunks."""
+    plan = one_group(lengths, degree)
+    rows = [Layout(plan, 0, rank).rows for rank in range(degree)]
+    rests = {length % (2 * degree) for length in lengths} - {0}
+    for own in rows:
+        assert abs(own * degree - sum(lengths)) <= 2 * len(rests) * degree, (rows, rests)
+    fullest = [max(rows_held(n, degree, j) for j in range(degree)) for n in lengths]
+    assert max(rows) <= sum(fullest), "more than the plan's limits count"
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 3))
+def test_equal_sequences_once_round_leave_all_ranks_the_same(
+    length: int, degree: int, rounds: int
+) -> None:
+    plan = one_group([length] * (2 * degree * rounds), degree)
+    assert {Layout(plan, 0, rank).rows for rank in range(degree)} == {2 * length * rounds}
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 9))
+def test_whole_chunks_lie_alike_in_all_sequences(counts: list[int], degree: int) -> None:
+    lengths = [2 * degree * n for n in counts]
+    plan = one_group(lengths, degree)
+    for j in range(degree):
+        alone = [Layout(one_group([n], degree), 0, j).positions.tolist() for n in lengths]
+        assert Layout(plan, 0, j).positions.tolist() == [t for own in alone for t in own]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 9))

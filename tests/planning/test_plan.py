@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plan_prices import rows_of_ranks
 
 import hcp
 from hcp import _core
@@ -27,13 +28,6 @@ from hcp.planning.plan import Group
 from hcp.tools.check import check_plan
 
 CAPACITY = 1024
-
-
-def rows_held(length: int, degree: int, j: int) -> int:
-    """Rows of rank j under zigzag, by the definition."""
-    cuts = [k * length // (2 * degree) for k in range(2 * degree + 1)]
-    mirrored = 2 * degree - 1 - j
-    return cuts[j + 1] - cuts[j] + cuts[mirrored + 1] - cuts[mirrored]
 
 
 def check(plan: hcp.Plan, capacity: int, min_degree: int, max_degree: int) -> None:
@@ -49,9 +43,9 @@ def check(plan: hcp.Plan, capacity: int, min_degree: int, max_degree: int) -> No
             free = first + degree
             assert sequences, "a group without a sequence"
             seen += sequences
-            for s in sequences:
-                for j in range(degree):
-                    held[first + j] += rows_held(plan.lengths[s], degree, j)
+            rows = rows_of_ranks([plan.lengths[s] for s in sequences], degree)
+            for j, own in enumerate(rows):
+                held[first + j] += own
         assert max(held) <= capacity
     assert sorted(seen) == list(range(len(plan.lengths)))
     assert plan.bound <= plan.makespan

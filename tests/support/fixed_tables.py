@@ -18,8 +18,9 @@ def spans_of(capacity: Capacity) -> int:
 
 
 def keys_of(capacity: Capacity) -> int:
-    """What the spans of any plan see under a causal mask. The last row belongs to no key."""
-    return capacity.ranks * capacity.rows + capacity.rows // 2 + 1
+    """What the spans of any plan see under a causal mask, with two keys of each sequence for
+    rounding. The last row belongs to no key."""
+    return capacity.ranks * capacity.rows + capacity.rows // 2 + 2 * capacity.sequences + 1
 
 
 def sizes_of(capacity: Capacity) -> list[int]:

@@ -6,6 +6,7 @@ equal."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hcp.planning.memory import MemoryModel
@@ -14,14 +15,34 @@ from hcp.tools.replay import Machine, Replay
 from hcp.tools.timeline import timeline
 
 
-def rows_held(length: int, degree: int, j: int) -> int:
+def chunks_of(length: int, degree: int, turn: int = 0) -> list[range]:
+    """Return the tokens of each of the 2 d chunks: as wide as those that begin ``turn`` chunks
+    later, where the sequence comes again and again."""
+    edges = [(turn + k) * length // (2 * degree) for k in range(2 * degree + 1)]
+    starts = [edge - edges[0] for edge in edges]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def turns_of(lengths: Sequence[int], degree: int) -> list[int]:
+    """Return how many sequences before each one of a group are rounded as it is."""
+    rests = [length % (2 * degree) for length in lengths]
+    before = [rests[:s].count(rest) for s, rest in enumerate(rests)]
+    return [n % (2 * degree) if rest else 0 for n, rest in zip(before, rests, strict=True)]
+
+
+def rows_held(length: int, degree: int, j: int, turn: int = 0) -> int:
     """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
+    chunks = chunks_of(length, degree, turn)
+    return len(chunks[j]) + len(chunks[-1 - j])
 
-    def cut(k: int) -> int:
-        return k * length // (2 * degree)
 
-    mirrored = 2 * degree - 1 - j
-    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
+def rows_of_ranks(lengths: Sequence[int], degree: int) -> list[int]:
+    """Return the rows of each rank of a group."""
+    turns = turns_of(lengths, degree)
+    return [
+        sum(rows_held(n, degree, j, turn) for n, turn in zip(lengths, turns, strict=True))
+        for j in range(degree)
+    ]
 
 
 def nodes_of(group: Group, ranks_per_node: int) -> int:
@@ -77,7 +98,7 @@ class RankLoad(NamedTuple):
 def held_by(plan: Plan, group: Group) -> list[RankLoad]:
     alignment = max(1, plan.core.alignment)
     lengths = [plan.lengths[s] for s in group.sequences]
-    rows = [sum(rows_held(n, group.degree, j) for n in lengths) for j in range(group.degree)]
+    rows = rows_of_ranks(lengths, group.degree)
     return [
         RankLoad(group.first_rank + j, own, -own % alignment, sum(lengths))
         for j, own in enumerate(rows)

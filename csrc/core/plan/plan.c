@@ -306,6 +306,11 @@ static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_pla
   plan->makespan = makespan;
   plan->bound = p->bound;
   plan->work = p->work;
+  plan->turns = hcp__turns_create(plan);
+  if (plan->turns == NULL) {
+    free(plan);
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
+  }
   plan->checksum = checksum(plan);
   *out = plan;
   return HCP_OK;
@@ -378,6 +383,8 @@ fail_seen:
 }
 
 void hcp_plan_destroy(hcp_plan *plan) {
-  if (plan != NULL) hcp__masks_release(plan);
+  if (plan == NULL) return;
+  hcp__masks_release(plan);
+  free((void *)(uintptr_t)plan->turns);
   free(plan);
 }

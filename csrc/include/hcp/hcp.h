@@ -318,6 +318,7 @@ typedef struct hcp_plan {
   int32_t group_count;
   const hcp_group *groups;
   const int32_t *sequences; /* n: the lengths' indices, group after group */
+  const int32_t *turns; /* n: the chunk of 2 * degree at which rounding begins */
   int64_t makespan; /* cost units: when the last rank ends */
   int64_t bound; /* no plan under this cost is faster */
   int64_t work; /* rank-time of all sequences at degree 1 */
@@ -330,9 +331,12 @@ typedef struct hcp_plan {
 
 /* Rows when degree ranks share length tokens zigzag: rank j holds chunks j and
  * 2 * degree - 1 - j of 2 * degree, and chunk k is
- * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))).
+ * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))). Sequences of a group
+ * whose lengths leave the same rest by 2 * degree would all put their spare rows on the same ranks:
+ * the second one is rounded as if it began at chunk 1, the third one at chunk 2, and so on.
  *
- * hcp_rows_held: those of rank j. hcp_rows_max: those of the fullest rank. hcp_rows_up_to: the most
+ * hcp_rows_held: those of rank j without others. hcp_rows_max: those of the fullest rank; added up
+ * over a group they are no less than what its fullest rank has. hcp_rows_up_to: the most
  * of any length up to that one. A shorter sequence may need a row more than the longest: on 4 ranks
  * 11 tokens put 4 on one of them, and 12 tokens 3 on each. */
 int64_t hcp_rows_held(int64_t length, int32_t degree, int32_t j);
