@@ -126,7 +126,7 @@ int32_t hcp__times_row(const hcp_times *times, int64_t length) {
   return -1;
 }
 
-static int32_t column_of(const hcp_times *times, int32_t degree) {
+int32_t hcp__times_column(const hcp_times *times, int32_t degree) {
   int32_t low = 0, high = times->degree_count - 1;
   while (low <= high) {
     int32_t middle = low + (high - low) / 2;
@@ -140,7 +140,7 @@ static int32_t column_of(const hcp_times *times, int32_t degree) {
 }
 
 static int64_t tabulated(const hcp_times *times, int64_t length, int32_t degree) {
-  int32_t row = hcp__times_row(times, length), column = column_of(times, degree);
+  int32_t row = hcp__times_row(times, length), column = hcp__times_column(times, degree);
   return row < 0 || column < 0 ? 0 : times->times[(int64_t)row * times->degree_count + column];
 }
 

@@ -81,6 +81,7 @@ int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
 
 /* The row of a length in a cost table, -1: none. */
 int32_t hcp__times_row(const hcp_times *times, int64_t length);
+int32_t hcp__times_column(const hcp_times *times, int32_t degree);
 
 /* ---- What a rank holds (layout.c) ---- */
 

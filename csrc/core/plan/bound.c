@@ -88,11 +88,8 @@ static int64_t simple_bound(const hcp__problem *p) {
   int64_t area = p->least + launch_area(p), ranks = p->limits->ranks;
   int64_t bound = area / ranks + (area % ranks != 0);
   for (int32_t k = 0; k < p->kind_count; k++) {
-    const hcp__option *options = &p->options[p->kinds[k].first_option];
-    int64_t fastest = p->kinds[k].pruned ? 1 : INT64_MAX;
-    for (int32_t i = 0; i < p->kinds[k].options; i++)
-      if (options[i].time_floor < fastest) fastest = options[i].time_floor;
-    if (fastest + p->cost->launch > bound) bound = fastest + p->cost->launch;
+    if (hcp__first_within(p, &p->kinds[k], bound - p->cost->launch) != NULL) continue;
+    bound = hcp__fastest(p, &p->kinds[k]) + p->cost->launch;
   }
   return bound;
 }
@@ -104,7 +101,7 @@ static int64_t lightest(const hcp__problem *p) {
   int64_t least = INT64_MAX;
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__kind *kind = &p->kinds[k];
-    int64_t rate = p->options[kind->first_option].area_floor / kind->size.length;
+    int64_t rate = hcp__leanest(p, kind)->area_floor / kind->size.length;
     if (rate < least) least = rate;
   }
   return least;

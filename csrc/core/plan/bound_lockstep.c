@@ -94,7 +94,7 @@ static void make_least(lockstep *l) {
   int64_t slowest = 0, area = 0;
   for (int32_t k = p->kind_count - 1; k >= 0; k--) {
     const hcp__kind *kind = &p->kinds[k];
-    const hcp__option *option = &p->options[kind->first_option];
+    const hcp__option *option = hcp__leanest(p, kind);
     if (option->time_floor > slowest) slowest = option->time_floor;
     l->slowest[k] = slowest;
     l->least[k] =
@@ -102,7 +102,7 @@ static void make_least(lockstep *l) {
   }
   sum_up(l->least, p->kind_count, 0);
   for (int32_t k = 0; k < p->kind_count; k++) {
-    area += p->options[p->kinds[k].first_option].area_floor * p->kinds[k].count;
+    area += hcp__leanest(p, &p->kinds[k])->area_floor * p->kinds[k].count;
     l->area[k] = area;
   }
 }
@@ -189,10 +189,10 @@ static int64_t left_by(const lockstep *l, int64_t rows) {
  * and at most N to what may fill it, so that h = T is least. */
 static int64_t idle_beside(const lockstep *l, const hcp__kind *kind, int64_t height) {
   const hcp__problem *p = l->p;
-  const hcp__option *own = hcp__first_within(p, kind, height);
-  const hcp__option *end = &p->options[kind->first_option + kind->options];
+  const hcp__choices *all = hcp__choices_of(p, kind);
+  const hcp__option *own = hcp__first_within(p, kind, height), *end = all->options + all->count;
   int64_t ranks = p->limits->ranks, least = MOST;
-  if (kind->pruned || own == NULL) return 0;
+  if (all->pruned || own == NULL) return 0;
   for (const hcp__option *o = own; o < end && o->area_floor - own->area_floor < least; o++) {
     int64_t others = ranks - o->least_degree, rows = p->capacity * others;
     hcp__wide room = (hcp__wide)others * o->time_floor;
@@ -207,11 +207,15 @@ static int64_t idle_beside(const lockstep *l, const hcp__kind *kind, int64_t hei
   return least < 0 ? 0 : least;
 }
 
+/* s(1, H) for H from bottom to top is no less, whatever must be in so many micro-batches. */
+static int64_t heights_alone(const lockstep *l, int64_t bottom, int64_t below) {
+  return saturated((hcp__wide)bottom + (hcp__wide)l->bundles[0] * l->p->cost->launch + below);
+}
+
 /* s(1, H) for H from bottom to top. */
 static int64_t tallest(lockstep *l, int64_t bottom, int64_t top, int64_t below) {
   const hcp__problem *p = l->p;
-  int64_t idle = 0,
-          sum = saturated((hcp__wide)bottom + (hcp__wide)l->bundles[0] * p->cost->launch + below);
+  int64_t idle = 0, sum = heights_alone(l, bottom, below);
   look_at(l, top);
   if (l->now.must_rows > 0) return MOST;
   for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
@@ -246,8 +250,9 @@ static void make_levels(lockstep *l) {
   l->bottoms[l->level_count - 1] = 0;
 }
 
+/* The lowest level first: options are made once then. */
 static void make_left(lockstep *l) {
-  for (int32_t g = 0; g < l->level_count; g++) {
+  for (int32_t g = l->level_count - 1; g >= 0; g--) {
     hcp__wide rows = 0;
     look_at(l, l->tops[g]);
     for (int32_t i = 0; i < l->bundle_count; i++) {
@@ -272,32 +277,43 @@ static void add_bundle(const lockstep *l, int32_t i, int64_t launches, int64_t *
   }
 }
 
-/* The part of the interval that decides, again and again. */
-static int64_t split(lockstep *l, const int64_t *below) {
-  int64_t bottoms[LEVELS + SPLITS], tops[LEVELS + SPLITS], unders[LEVELS + SPLITS];
-  int64_t sums[LEVELS + SPLITS];
-  int32_t count = l->level_count;
-  for (int32_t g = 0; g < count; g++) {
-    bottoms[g] = l->bottoms[g];
-    tops[g] = l->tops[g];
-    unders[g] = below[g];
-    sums[g] = tallest(l, bottoms[g], tops[g], unders[g]);
-  }
+/* Heights of the tallest from bottom to top, the least sum of those below it, and of all: no less
+ * than that until it was looked at. */
+typedef struct interval {
+  int64_t bottom, top, below, sum;
+  int32_t seen;
+} interval;
+
+static interval interval_of(const lockstep *l, int64_t bottom, int64_t top, int64_t below) {
+  return (interval){bottom, top, below, heights_alone(l, bottom, below), 0};
+}
+
+/* The one of the least sum, looked at. */
+static interval *deciding(lockstep *l, interval *all, int32_t count) {
   for (;;) {
-    int32_t least = 0;
-    for (int32_t g = 1; g < count; g++)
-      if (sums[g] < sums[least]) least = g;
-    int64_t width = tops[least] - bottoms[least];
-    if (count == LEVELS + SPLITS || sums[least] <= l->p->bound || tops[least] == MOST ||
-        width <= tops[least] >> NARROW)
-      return sums[least];
-    bottoms[count] = bottoms[least] + width / 2 + 1;
-    tops[count] = tops[least];
-    unders[count] = unders[least];
-    tops[least] = bottoms[count] - 1;
-    sums[count] = tallest(l, bottoms[count], tops[count], unders[count]);
-    sums[least] = tallest(l, bottoms[least], tops[least], unders[least]);
-    count++;
+    interval *least = all;
+    for (interval *i = all; i < all + count; i++)
+      if (i->sum < least->sum) least = i;
+    if (least->seen) return least;
+    least->sum = tallest(l, least->bottom, least->top, least->below);
+    least->seen = 1;
+  }
+}
+
+/* Halves the interval that decides, again and again. */
+static int64_t split(lockstep *l, const int64_t *below) {
+  interval all[LEVELS + SPLITS];
+  int32_t count = l->level_count;
+  for (int32_t g = 0; g < count; g++) all[g] = interval_of(l, l->bottoms[g], l->tops[g], below[g]);
+  for (;;) {
+    interval *least = deciding(l, all, count);
+    int64_t width = least->top - least->bottom;
+    if (count == LEVELS + SPLITS || least->sum <= l->p->bound || least->top == MOST ||
+        width <= least->top >> NARROW)
+      return least->sum;
+    int64_t middle = least->bottom + width / 2 + 1;
+    all[count++] = interval_of(l, middle, least->top, least->below);
+    *least = interval_of(l, least->bottom, middle - 1, least->below);
   }
 }
 

@@ -47,14 +47,6 @@
 enum { COUNTS = 2048, ONE = 1 << 20 };
 #define FAR ((int64_t)1 << 60) /* a reach that is as good as endless */
 
-static int64_t fastest(const hcp__problem *p, const hcp__kind *kind) {
-  int64_t time = kind->pruned ? 1 : INT64_MAX;
-  for (int32_t i = 0; i < kind->options; i++)
-    if (p->options[kind->first_option + i].time_floor < time)
-      time = p->options[kind->first_option + i].time_floor;
-  return time;
-}
-
 /* Micro-batches of some rank with its share of all work: where ranks run in
  * lockstep, as many as hold all rows. */
 static int32_t least_count(const hcp__problem *p) {
@@ -68,7 +60,7 @@ static int64_t ramp_bound(const hcp__problem *p) {
   const hcp_pipeline *pipeline = &p->limits->pipeline;
   int64_t least = INT64_MAX, most = 0, chunks = pipeline->virtual_stages, bound;
   for (int32_t k = 0; k < p->kind_count; k++) {
-    int64_t time = fastest(p, &p->kinds[k]);
+    int64_t time = hcp__fastest(p, &p->kinds[k]);
     if (time < least) least = time;
     if (time > most) most = time;
   }
@@ -104,10 +96,11 @@ static int64_t area_of(const hcp__option *option) {
 /* Rank-time that a kind needs on top of its least so that each takes less than
  * time; -1: it cannot. */
 static int64_t area_below(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
-  int64_t least = -1, cheapest = p->options[kind->first_option].area_floor;
-  if (kind->pruned) return 0;
-  for (int32_t i = 0; i < kind->options; i++) {
-    const hcp__option *option = &p->options[kind->first_option + i];
+  const hcp__choices *all = hcp__choices_of(p, kind);
+  int64_t least = -1, cheapest = all->options[0].area_floor;
+  if (all->pruned) return 0;
+  for (int32_t i = 0; i < all->count; i++) {
+    const hcp__option *option = &all->options[i];
     if (option->time_floor >= time) continue;
     if (least < 0 || area_of(option) < least) least = area_of(option);
   }
@@ -119,7 +112,7 @@ static int64_t area_below(const hcp__problem *p, const hcp__kind *kind, int64_t 
 static int64_t busy_below(const hcp__problem *p, int64_t below) {
   int64_t area = p->least, ranks = p->limits->ranks;
   for (int32_t k = 0; k < p->kind_count; k++) {
-    if (p->options[p->kinds[k].first_option].time_floor < below) break;
+    if (hcp__leanest(p, &p->kinds[k])->time_floor < below) break;
     int64_t more = area_below(p, &p->kinds[k], below);
     if (more < 0) return -1;
     if (__builtin_add_overflow(area, more, &area)) return p->bound;
@@ -131,11 +124,11 @@ static int64_t busy_below(const hcp__problem *p, int64_t below) {
 /* Ranks in lockstep all wait for the slowest sequence, which is as slow as the
  * longest at least: a wide one is less of a ramp and more work for all. */
 static int64_t tall_bound(const hcp__problem *p) {
-  const hcp__kind *kind = &p->kinds[0];
+  const hcp__choices *all = hcp__choices_of(p, &p->kinds[0]);
   int64_t below = INT64_MAX, best = INT64_MAX / 2;
-  if (kind->pruned) return p->bound;
-  for (int32_t i = 0; i < kind->options; i++) {
-    int64_t tall = p->options[kind->first_option + i].time_floor, busy = busy_below(p, below);
+  if (all->pruned) return p->bound;
+  for (int32_t i = 0; i < all->count; i++) {
+    int64_t tall = all->options[i].time_floor, busy = busy_below(p, below);
     int64_t time = busy < 0 ? best : with_tall(p, busy, tall + p->cost->launch);
     if (time < best) best = time;
     below = tall;
@@ -163,10 +156,11 @@ typedef struct charge {
 
 static charge charge_of(const hcp__problem *p, const hcp__kind *kind, int64_t time, int64_t share) {
   charge least = {-1, -1};
-  int64_t cheapest = p->options[kind->first_option].area_floor;
-  if (kind->pruned) return (charge){cheapest, 0};
-  for (int32_t i = 0; i < kind->options; i++) {
-    const hcp__option *option = &p->options[kind->first_option + i];
+  const hcp__choices *all = hcp__choices_of(p, kind);
+  int64_t cheapest = all->options[0].area_floor;
+  if (all->pruned) return (charge){cheapest, 0};
+  for (int32_t i = 0; i < all->count; i++) {
+    const hcp__option *option = &all->options[i];
     int64_t most = most_beside(p, time, option->time_floor), area = area_of(option);
     if (most < option->time_floor) continue;
     int64_t unused = most < share ? hcp__scaled(share - most, option->least_degree, 1) : 0;

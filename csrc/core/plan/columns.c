@@ -89,11 +89,7 @@ static const hcp__kind *kind_of(const columns *c, const item *one) {
 
 /* The fastest option on at most width ranks, which hold the item's own. */
 static const hcp__option *fastest_on(const columns *c, const item *one, int32_t width) {
-  const hcp__kind *kind = kind_of(c, one);
-  const hcp__option *end = &c->p->options[kind->first_option + kind->options];
-  const hcp__option *option = one->option;
-  while (option + 1 < end && option[1].degree <= width) option++;
-  return option;
+  return hcp__fastest_on(c->p, kind_of(c, one), width);
 }
 
 /* ---- regions ---- */

@@ -371,9 +371,10 @@ typedef struct task {
  * inside each other, so that their groups stack without gaps. */
 static const hcp__option *widened(const hcp__problem *p, const hcp__kind *kind,
                                   const hcp__option *option) {
-  const hcp__option *end = &p->options[kind->first_option + kind->options];
-  for (const hcp__option *o = option; o < end; o++)
-    if ((o->degree & (o->degree - 1)) == 0) return o;
+  if ((option->degree & (option->degree - 1)) == 0) return option;
+  const hcp__choices *all = hcp__choices_of(p, kind);
+  for (const hcp__option *o = all->options; o < all->options + all->count; o++)
+    if (o->degree > option->degree && (o->degree & (o->degree - 1)) == 0) return o;
   return option;
 }
 

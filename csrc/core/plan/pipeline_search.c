@@ -255,8 +255,9 @@ static int64_t longest_of(const hcp__problem *p) {
   int64_t longest = 0;
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__kind *kind = &p->kinds[k];
-    int64_t time = p->options[kind->first_option + kind->options - 1].time;
-    if (time > longest && !kind->pruned) longest = time;
+    const hcp__choices *all = hcp__choices_of(p, kind);
+    int64_t time = all->options[all->count - 1].time;
+    if (time > longest && !all->pruned) longest = time;
   }
   return longest;
 }

@@ -111,10 +111,21 @@ typedef struct hcp__option {
 /* Sequences of one length, one number of pairs and one pair of bounds. */
 typedef struct hcp__kind {
   hcp__size size;
-  int32_t first, count;           /* of problem.order   */
-  int32_t first_option, options;  /* of problem.options */
-  int32_t pruned;                 /* faster ones were not worth keeping */
+  int32_t first, count; /* of problem.order */
 } hcp__kind;
+
+/* Options of a kind. Most are asked only for those that are slow: the others are made when they are
+ * asked for, in another place, so that the first ones stay where they are. */
+typedef struct hcp__choices {
+  const hcp__option *options;
+  int32_t count;  /* 1 at least */
+  int32_t whole;  /* whether these are all */
+  int32_t pruned; /* where they are: whether faster ones were not worth keeping */
+  int32_t falls;  /* whether no time_floor is above the one before */
+} hcp__choices;
+
+/* Where options are made (problem.c). */
+typedef struct hcp__shop hcp__shop;
 
 /* A request, checked and laid out for the planner: longest sequences first. */
 typedef struct hcp__problem {
@@ -127,8 +138,8 @@ typedef struct hcp__problem {
   int32_t *kind_of; /* n: of order's members                      */
   hcp__kind *kinds;
   int32_t kind_count;
-  hcp__option *options;
-  int32_t option_count, option_capacity;
+  hcp__choices *choices; /* kinds: as far as they were asked for, by the functions below */
+  hcp__shop *shop;
   int64_t tokens;
   int64_t work;  /* area of all sequences, each on one rank                 */
   int64_t least; /* the same, each at the least of its allowed degrees      */
@@ -140,10 +151,8 @@ typedef struct hcp__problem {
 static inline int hcp__stopped(const hcp__problem *p) {
   return p->stop != NULL && p->stop->stopped(p->stop->context) != 0;
 }
-static inline hcp_status hcp__go_on(const hcp__problem *p, hcp_error *err) {
-  return hcp__stopped(p) ? hcp__fail(err, HCP_CALLBACK, "the caller has stopped the search")
-                         : HCP_OK;
-}
+/* Also fails where there was no memory for options that were asked for. */
+hcp_status hcp__go_on(const hcp__problem *problem, hcp_error *err);
 
 static inline hcp__size hcp__size_at(const hcp__problem *p, int32_t sequence) {
   return hcp__size_of(p->cost, p->lengths, sequence);
@@ -186,12 +195,29 @@ static inline int32_t hcp__least_count(const hcp__problem *p) {
 #define HCP__NO_LOAD (INT64_MAX / 8)
 int64_t hcp__load(const hcp__problem *problem, int32_t sequence, int32_t degree);
 
+/* All options of a kind, and those up to one that takes time at most, if there is one. */
+const hcp__choices *hcp__choices_of(const hcp__problem *problem, const hcp__kind *kind);
+const hcp__choices *hcp__choices_within(const hcp__problem *problem, const hcp__kind *kind,
+                                        int64_t time);
+
+/* The option of the least degree. */
+static inline const hcp__option *hcp__leanest(const hcp__problem *p, const hcp__kind *kind) {
+  return p->choices[kind - p->kinds].options;
+}
+
+/* The fastest option on at most width ranks, NULL: none. */
+const hcp__option *hcp__fastest_on(const hcp__problem *problem, const hcp__kind *kind,
+                                   int32_t width);
+
 /* The option of the least degree that ends within target, else the fastest. */
 static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind,
                                             int64_t target) {
-  const hcp__option *options = &p->options[kind->first_option];
-  int32_t low = 0, high = kind->options - 1; /* the first fast enough is in between */
-  if (options[0].time <= target) return options;
+  const hcp__choices *made = &p->choices[kind - p->kinds];
+  if (made->options[0].time <= target) return made->options;
+  if (!made->whole && made->options[made->count - 1].time > target)
+    made = hcp__choices_within(p, kind, target);
+  const hcp__option *options = made->options;
+  int32_t low = 0, high = made->count - 1; /* the first fast enough is in between */
   while (low < high) {
     int32_t middle = low + (high - low) / 2;
     if (options[middle].time <= target)
@@ -206,6 +232,8 @@ static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__ki
  * the option holds for every degree that does. */
 const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kind *kind,
                                      int64_t time);
+/* A time that no degree of the kind beats. */
+int64_t hcp__fastest(const hcp__problem *problem, const hcp__kind *kind);
 
 /* ---- Bounds (bound.c, bound_lockstep.c, bound_pipeline.c; csrc/bounds has a sharper one) ---- */
 

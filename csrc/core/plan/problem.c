@@ -5,9 +5,10 @@
 
 #include "plan.h"
 
-/* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of
- * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */
-enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32 };
+/* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of themselves. Below
+ * bound / NEGLIGIBLE a sequence is never made faster, and below bound / LIKELY only when that is
+ * asked for. Options are kept in pieces of so many at least. */
+enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32, LIKELY = 3, PIECE = 1 << 9 };
 
 /* ---- load ---- */
 
@@ -138,34 +139,92 @@ static void make_kinds(hcp__problem *p) {
   }
 }
 
-/* ---- options ---- */
+/* ---- the shop: where options are made, and kept ---- */
 
-static int append(hcp__problem *p, const hcp__option *option) {
-  if (p->options == NULL || p->option_count == p->option_capacity) {
-    int32_t capacity = 2 * p->option_capacity + 64;
-    hcp__option *grown = realloc(p->options, (size_t)capacity * sizeof *grown);
-    if (grown == NULL) return 0;
-    p->options = grown;
-    p->option_capacity = capacity;
+typedef struct piece {
+  struct piece *before;
+  int32_t used, room;
+  hcp__option options[];
+} piece;
+
+struct hcp__shop {
+  menu degrees;
+  int32_t *least;       /* kinds: degrees of their first options */
+  int64_t enough;       /* time at which a sequence is fast enough */
+  int64_t likely;       /* time below which options are made when they are asked for */
+  hcp__option *counter; /* options of one kind, while they are made */
+  int64_t *floors;      /* with a cost table: least areas from each degree of it on */
+  piece *pieces;
+  int32_t empty;        /* no memory was left */
+};
+
+/* Memory for count options that stays where it is. NULL: none is left. */
+static hcp__option *kept(hcp__shop *shop, int32_t count) {
+  piece *last = shop->pieces;
+  if (last == NULL || last->room - last->used < count) {
+    int32_t room = last == NULL ? PIECE : last->room < 1 << 16 ? 2 * last->room : last->room;
+    if (room < count) room = count;
+    piece *more = malloc(sizeof *more + (size_t)room * sizeof *more->options);
+    if (more == NULL) return NULL;
+    *more = (piece){.before = last, .room = room};
+    shop->pieces = last = more;
   }
-  p->options[p->option_count++] = *option;
-  return 1;
+  last->used += count;
+  return &last->options[last->used - count];
 }
 
-/* The least area in the cost table from a degree on. */
-static int64_t tabulated_floor(const hcp__problem *p, int64_t length, int32_t least) {
+static void close_shop(hcp__shop *shop) {
+  if (shop == NULL) return;
+  for (piece *last = shop->pieces; last != NULL;) {
+    piece *before = last->before;
+    free(last);
+    last = before;
+  }
+  free(shop->floors);
+  free(shop->counter);
+  free(shop->least);
+  free(shop->degrees.degrees);
+  free(shop);
+}
+
+static hcp_status open_shop(hcp__problem *p, hcp_error *err) {
   const hcp_times *times = p->cost->times;
-  const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
+  hcp__shop *shop = calloc(1, sizeof *shop);
+  if (shop == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan");
+  p->shop = shop;
+  hcp_status status = menu_init(&shop->degrees, p->limits, p->cost, err);
+  if (status != HCP_OK) return status;
+  shop->least = malloc(((size_t)p->n + 1) * sizeof *shop->least);
+  shop->counter = malloc(((size_t)shop->degrees.count + 1) * sizeof *shop->counter);
+  if (times != NULL) shop->floors = malloc((size_t)times->degree_count * sizeof *shop->floors);
+  if (shop->least == NULL || shop->counter == NULL || (times != NULL && shop->floors == NULL))
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+  return HCP_OK;
+}
+
+/* ---- options ---- */
+
+/* The least area in the cost table from each degree on: of all that it has. */
+static void look_up(const hcp__problem *p, const hcp__kind *kind) {
+  const hcp_times *times = p->cost->times;
+  if (times == NULL) return;
+  int64_t row = (int64_t)hcp__times_row(times, kind->size.length) * times->degree_count;
   int64_t area = INT64_MAX;
-  for (int32_t c = 0; c < times->degree_count; c++)
-    if (times->degrees[c] >= least && hcp__degree_allowed(p->limits, p->cost, times->degrees[c]) &&
-        row[c] * times->degrees[c] < area)
-      area = row[c] * times->degrees[c];
-  return area;
+  for (int32_t c = times->degree_count - 1; c >= 0; c--) {
+    int64_t time = times->times[row + c];
+    if (time > 0 && time * times->degrees[c] < area &&
+        hcp__degree_allowed(p->limits, p->cost, times->degrees[c]))
+      area = time * times->degrees[c];
+    p->shop->floors[c] = area;
+  }
+}
+
+static int64_t tabulated_floor(const hcp__problem *p, int32_t least) {
+  return p->shop->floors[hcp__times_column(p->cost->times, least)];
 }
 
 static int64_t area_floor(const hcp__problem *p, hcp__size size, int32_t least) {
-  return p->cost->times != NULL ? tabulated_floor(p, size.length, least)
+  return p->cost->times != NULL ? tabulated_floor(p, least)
                                 : hcp__area_floor(p->cost, size, least, p->limits->ranks_per_node);
 }
 
@@ -193,37 +252,80 @@ static int32_t menu_from(const menu *m, int32_t degree) {
   return low;
 }
 
-/* Keeps a degree that is faster than every lesser one. gap: degrees since the
- * last option were skipped, so the floors must hold for them too. */
-static int consider(hcp__problem *p, hcp__kind *kind, int32_t degree, int32_t gap) {
+/* Keeps a degree that is faster than every lesser one, without its area. gap: degrees since the
+ * last option were skipped, so the floors must hold for them too. Returns how many are kept. */
+static int32_t consider(const hcp__problem *p, const hcp__kind *kind, int32_t degree, int32_t gap,
+                        int32_t count) {
+  hcp__option *made = p->shop->counter;
   int64_t rows = hcp__load(p, p->order[kind->first], degree);
-  if (rows > p->capacity) return 1; /* rounding may overfill a degree that a smaller one does not */
+  /* Rounding may overfill a degree that a smaller one does not. */
+  if (rows > p->capacity) return count;
   int32_t node = p->limits->ranks_per_node;
   int64_t time = hcp__cost(p->cost, kind->size, degree, node);
-  const hcp__option *last = kind->options > 0 ? &p->options[p->option_count - 1] : NULL;
-  if (time < 1 || (last != NULL && time >= last->time)) return 1;
-  int32_t least = gap && last != NULL ? last->degree + 1 : degree;
-  hcp__option option = {degree, least, rows, time, time, area_floor(p, kind->size, least)};
-  if (gap) option.time_floor = hcp__time_floor(p->cost, kind->size, least, degree, node);
-  kind->options++;
-  return append(p, &option);
+  if (time < 1 || (count > 0 && time >= made[count - 1].time)) return count;
+  int32_t least = gap && count > 0 ? made[count - 1].degree + 1 : degree;
+  made[count] = (hcp__option){degree, least, rows, time, time, 0};
+  if (gap) made[count].time_floor = hcp__time_floor(p->cost, kind->size, least, degree, node);
+  return count + 1;
 }
 
-static int add_options(hcp__problem *p, const menu *m, hcp__kind *kind, int32_t least,
-                       int64_t enough) {
-  kind->first_option = p->option_count;
-  if (!consider(p, kind, least, 0)) return 0;
-  int32_t gap = 0, previous = least;
-  for (int32_t i = menu_from(m, least + 1); i < m->count; i++) {
-    int32_t had = kind->options;
-    kind->pruned = had > 0 && p->options[p->option_count - 1].time <= enough;
-    if (kind->pruned) break;
+/* Makes the options of a kind up to the first that is as fast as `enough` at most. Returns how many
+ * there are; *ended tells whether slower ones than the last were looked at in vain. */
+static int32_t make_until(const hcp__problem *p, const hcp__kind *kind, int64_t enough,
+                          int32_t *ended) {
+  const menu *m = &p->shop->degrees;
+  hcp__option *made = p->shop->counter;
+  int32_t previous = p->shop->least[kind - p->kinds], gap = 0;
+  int32_t count = consider(p, kind, previous, 0, 0);
+  *ended = 0;
+  for (int32_t i = menu_from(m, previous + 1); i < m->count; i++) {
+    int32_t had = count;
+    if (had > 0 && made[had - 1].time <= enough) return count;
     gap |= m->degrees[i] - previous > 1 && p->cost->times == NULL;
     previous = m->degrees[i];
-    if (!consider(p, kind, m->degrees[i], gap)) return 0;
-    if (kind->options > had) gap = 0;
+    count = consider(p, kind, previous, gap, count);
+    if (count > had) gap = 0;
   }
+  *ended = 1;
+  return count;
+}
+
+/* Makes options of a kind, and keeps them. 0: no memory is left. */
+static int make_choices(const hcp__problem *p, const hcp__kind *kind, int64_t enough) {
+  hcp__choices *choices = &p->choices[kind - p->kinds];
+  int32_t ended, count = make_until(p, kind, enough, &ended);
+  hcp__option *made = p->shop->counter, *options = kept(p->shop, count);
+  if (options == NULL) return 0;
+  int32_t falls = 1;
+  look_up(p, kind);
+  for (int32_t i = 0; i < count; i++) {
+    options[i] = made[i];
+    options[i].area_floor = area_floor(p, kind->size, made[i].least_degree);
+    falls &= i == 0 || made[i].time_floor <= made[i - 1].time_floor;
+  }
+  int pruned = !ended && made[count - 1].time <= p->shop->enough;
+  *choices = (hcp__choices){options, count, ended || pruned, pruned, falls};
   return 1;
+}
+
+/* A little further than was asked for, so that few are made again. */
+const hcp__choices *hcp__choices_within(const hcp__problem *p, const hcp__kind *kind,
+                                        int64_t time) {
+  hcp__choices *choices = &p->choices[kind - p->kinds];
+  int64_t until = hcp__most(time - time / 4, p->shop->enough);
+  if (!choices->whole && !make_choices(p, kind, until)) p->shop->empty = 1;
+  return choices;
+}
+
+const hcp__choices *hcp__choices_of(const hcp__problem *p, const hcp__kind *kind) {
+  return hcp__choices_within(p, kind, p->shop->enough);
+}
+
+hcp_status hcp__go_on(const hcp__problem *p, hcp_error *err) {
+  if (hcp__stopped(p)) return hcp__fail(err, HCP_CALLBACK, "the caller has stopped the search");
+  if (p->shop->empty)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
+  return HCP_OK;
 }
 
 /* Ways to less memory of attention, to be named in an error. */
@@ -283,25 +385,32 @@ static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_e
 static int64_t work_of(const hcp__problem *p, hcp__size size) {
   const hcp_times *times = p->cost->times;
   if (times == NULL) return hcp__area_floor(p->cost, size, 1, p->limits->ranks_per_node);
-  const int64_t *row =
-      times->times + (int64_t)hcp__times_row(times, size.length) * times->degree_count;
+  int64_t row = (int64_t)hcp__times_row(times, size.length) * times->degree_count;
   int64_t work = INT64_MAX;
+  hcp__cost(p->cost, size, times->degrees[0], 0); /* so that it is known */
   for (int32_t c = 0; c < times->degree_count; c++)
-    if (row[c] * times->degrees[c] < work) work = row[c] * times->degrees[c];
+    if (times->times[row + c] > 0)
+      work = hcp__least(work, times->times[row + c] * times->degrees[c]);
   return work;
 }
 
+/* The least degree that may hold a kind; 0: none. */
+static int32_t start_of(const hcp__problem *p, const hcp__kind *kind) {
+  const hcp_times *times = p->cost->times;
+  if (times != NULL && hcp__times_row(times, kind->size.length) < 0) return 0;
+  return p->shop->least[kind - p->kinds] = least_degree(p, kind);
+}
+
 /* Least degrees first, as what is negligible follows from all of them. */
-static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, hcp_error *err) {
+static hcp_status make_options(hcp__problem *p, hcp_error *err) {
   for (int32_t k = 0; k < p->kind_count; k++) {
     hcp__kind *kind = &p->kinds[k];
-    least[k] = p->cost->times != NULL && hcp__times_row(p->cost->times, kind->size.length) < 0
-                   ? 0
-                   : least_degree(p, kind);
-    if (least[k] == 0) return infeasible(p, kind, err);
+    int32_t least = start_of(p, kind);
+    if (least == 0) return infeasible(p, kind, err);
     hcp_status status = hcp__cost_fits(p->cost, kind->size, p->limits->max_degree, err);
     if (status != HCP_OK) return status;
-    int64_t area = area_floor(p, kind->size, least[k]);
+    look_up(p, kind);
+    int64_t area = area_floor(p, kind->size, least);
     if (__builtin_mul_overflow(area, kind->count, &area) ||
         __builtin_add_overflow(p->least, area, &p->least) || p->least > INT64_MAX / 4)
       return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
@@ -310,9 +419,10 @@ static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, h
     if (p->tokens == HCP__LATE)
       return hcp__fail(err, HCP_OVERFLOW, "the tokens of all sequences exceed 61 bits");
   }
-  int64_t enough = p->least / p->limits->ranks / NEGLIGIBLE;
+  p->shop->enough = p->least / p->limits->ranks / NEGLIGIBLE;
+  int64_t likely = p->least / p->limits->ranks / LIKELY;
   for (int32_t k = 0; k < p->kind_count; k++)
-    if (!add_options(p, m, &p->kinds[k], least[k], enough))
+    if (!make_choices(p, &p->kinds[k], likely))
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
   return HCP_OK;
 }
@@ -320,35 +430,75 @@ static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, h
 hcp_status hcp__problem_init(hcp__problem *p, const int64_t *lengths, int32_t n,
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err) {
   *p = (hcp__problem){.lengths = lengths, .n = n, .limits = limits, .cost = cost};
-  menu m = {NULL, 0};
   p->capacity = hcp__capacity(limits);
-  hcp_status status = menu_init(&m, limits, cost, err);
-  if (status != HCP_OK) return status;
+  hcp_status status = open_shop(p, err);
   p->order = malloc(((size_t)n + 1) * sizeof *p->order);
   p->kind_of = malloc(((size_t)n + 1) * sizeof *p->kind_of);
   p->kinds = malloc(((size_t)n + 1) * sizeof *p->kinds);
-  int32_t *least = malloc(((size_t)n + 1) * sizeof *least);
-  if (p->order == NULL || p->kind_of == NULL || p->kinds == NULL || least == NULL)
+  p->choices = malloc(((size_t)n + 1) * sizeof *p->choices);
+  if (status == HCP_OK &&
+      (p->order == NULL || p->kind_of == NULL || p->kinds == NULL || p->choices == NULL))
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
   if (status == HCP_OK && n > 0) status = sort_lengths(p, err);
   if (status == HCP_OK) make_kinds(p);
-  if (status == HCP_OK) status = make_options(p, &m, least, err);
-  free(least);
-  free(m.degrees);
+  if (status == HCP_OK) status = make_options(p, err);
   if (status != HCP_OK) hcp__problem_release(p);
   return status;
 }
 
 void hcp__problem_release(hcp__problem *p) {
-  free(p->options);
+  close_shop(p->shop);
+  free(p->choices);
   free(p->kinds);
   free(p->kind_of);
   free(p->order);
 }
 
+/* ---- to choose among them ---- */
+
+static const hcp__option *within(const hcp__choices *choices, int64_t time) {
+  const hcp__option *options = choices->options;
+  int32_t low = 0, high = choices->count;
+  if (options[0].time_floor <= time) return options;
+  if (!choices->falls) {
+    while (low < high && options[low].time_floor > time) low++;
+    return low < high ? &options[low] : NULL;
+  }
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (options[middle].time_floor > time)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low < choices->count ? &options[low] : NULL;
+}
+
 const hcp__option *hcp__first_within(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
-  const hcp__option *options = &p->options[kind->first_option];
-  for (int32_t i = 0; i < kind->options; i++)
-    if (options[i].time_floor <= time) return &options[i];
-  return kind->pruned ? &options[kind->options - 1] : NULL;
+  const hcp__choices *choices = &p->choices[kind - p->kinds];
+  const hcp__option *first = within(choices, time);
+  if (first != NULL) return first;
+  if (!choices->whole) first = within(hcp__choices_within(p, kind, time), time);
+  return first != NULL || !choices->pruned ? first : &choices->options[choices->count - 1];
+}
+
+int64_t hcp__fastest(const hcp__problem *p, const hcp__kind *kind) {
+  const hcp__choices *all = hcp__choices_of(p, kind);
+  int64_t time = all->pruned ? 1 : INT64_MAX;
+  for (int32_t i = 0; i < all->count; i++) time = hcp__least(time, all->options[i].time_floor);
+  return time;
+}
+
+const hcp__option *hcp__fastest_on(const hcp__problem *p, const hcp__kind *kind, int32_t width) {
+  const hcp__choices *all = &p->choices[kind - p->kinds];
+  if (!all->whole && all->options[all->count - 1].degree < width) all = hcp__choices_of(p, kind);
+  int32_t low = 0, high = all->count; /* the first that is wider */
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (all->options[middle].degree <= width)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low > 0 ? &all->options[low - 1] : NULL;
 }

@@ -52,13 +52,6 @@ static const hcp__kind *kind_at(const skyline *s, int32_t place) {
   return &s->p->kinds[s->p->kind_of[place]];
 }
 
-/* The fastest option on at most width ranks, NULL: none. */
-static const hcp__option *fastest_on(const skyline *s, const hcp__kind *kind, int32_t width) {
-  const hcp__option *found = NULL, *options = &s->p->options[kind->first_option];
-  for (int32_t i = 0; i < kind->options && options[i].degree <= width; i++) found = &options[i];
-  return found;
-}
-
 /* The longest that ends within the target; *option says how. -1: none. */
 static int32_t longest_in_time(const skyline *s, const valley *v, const hcp__option **option) {
   int64_t time = s->target - v->floor - s->p->cost->launch;
@@ -74,7 +67,7 @@ static int32_t longest_in_time(const skyline *s, const valley *v, const hcp__opt
 static int32_t soonest(const skyline *s, const valley *v, const hcp__option **option) {
   int32_t best = -1;
   for (int32_t i = s->first_left; i < s->p->n; i++) {
-    const hcp__option *one = s->done[i] ? NULL : fastest_on(s, kind_at(s, i), v->width);
+    const hcp__option *one = s->done[i] ? NULL : hcp__fastest_on(s->p, kind_at(s, i), v->width);
     if (one == NULL || (best >= 0 && one->time >= (*option)->time)) continue;
     best = i;
     *option = one;
@@ -86,7 +79,7 @@ static int32_t soonest(const skyline *s, const valley *v, const hcp__option **op
 static int32_t least_left(const skyline *s, int32_t but) {
   int32_t least = INT32_MAX;
   for (int32_t i = s->first_left; i < s->p->n; i++) {
-    int32_t degree = s->p->options[kind_at(s, i)->first_option].degree;
+    int32_t degree = hcp__leanest(s->p, kind_at(s, i))->degree;
     if (i != but && !s->done[i] && degree < least) least = degree;
   }
   return least;
@@ -95,7 +88,7 @@ static int32_t least_left(const skyline *s, int32_t but) {
 static void put(skyline *s, const valley *v, int32_t place, const hcp__option *option) {
   int64_t launch = s->p->cost->launch, end = v->floor + launch + option->time;
   if (s->widen && v->width - option->degree < least_left(s, place)) {
-    option = fastest_on(s, kind_at(s, place), v->width);
+    option = hcp__fastest_on(s->p, kind_at(s, place), v->width);
     end = v->floor + launch + option->time;
   }
   int64_t to_left = v->left > end ? v->left - end : end - v->left;

@@ -158,7 +158,7 @@ static int32_t best_fit(const hcp__waves *w, int32_t sequence, int64_t *rows, in
 }
 
 static int place_by_memory(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
-  const hcp__option *option = &w->p->options[kind->first_option];
+  const hcp__option *option = hcp__leanest(w->p, kind);
   int64_t rows = option->rows, time = option->time;
   int32_t b = best_fit(w, sequence, &rows, &time);
   for (int32_t wave = 0; b < 0 && wave < w->count; wave++)
@@ -308,25 +308,23 @@ static void rise_single(hcp__waves *w, int32_t wave, const hcp__option *option, 
 
 /* Ranks of the wave that are left. */
 static void rise_wide(const hcp__waves *w, int32_t wave, const hcp__kind *kind, spot *best) {
-  const hcp__option *options = &w->p->options[kind->first_option];
-  int32_t i = kind->options - 1;
-  while (i >= 0 && options[i].degree > w->left[wave]) i--;
-  if (i < 0) return;
-  int64_t growth = options[i].time - w->heights[wave];
-  rise_by(best, (spot){growth > 0 ? growth : 0, options[i].rows, options[i].time, wave, -1,
-                       options[i].degree});
+  const hcp__option *o = hcp__fastest_on(w->p, kind, w->left[wave]);
+  if (o == NULL) return;
+  int64_t growth = o->time - w->heights[wave];
+  rise_by(best, (spot){growth > 0 ? growth : 0, o->rows, o->time, wave, -1, o->degree});
 }
 
 /* A wave of its own. */
 static void rise_alone(const hcp__waves *w, const hcp__kind *kind, spot *best) {
-  const hcp__option *o = &w->p->options[kind->first_option + kind->options - 1];
+  const hcp__choices *all = hcp__choices_of(w->p, kind);
+  const hcp__option *o = &all->options[all->count - 1];
   if (w->count < w->most)
     rise_by(best, (spot){w->p->cost->launch + o->time, o->rows, o->time, w->count, -1, o->degree});
 }
 
 /* Where the makespan grows least; 0: nowhere. */
 static int place_higher(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
-  const hcp__option *first = &w->p->options[kind->first_option];
+  const hcp__option *first = hcp__leanest(w->p, kind);
   spot best = {.growth = INT64_MAX};
   for (int32_t i = 0; i < w->count && i < NEAR; i++) {
     int32_t wave = (w->turn + i) % w->count;
@@ -476,7 +474,7 @@ static void sweep_dust(hcp__waves *w) {
   w->placed = p->n;
   for (int32_t k = p->kind_count - 1; k >= 0; k--) {
     const hcp__kind *kind = &p->kinds[k];
-    const hcp__option *option = &p->options[kind->first_option];
+    const hcp__option *option = hcp__leanest(p, kind);
     if (option->degree > 1 || option->rows > p->capacity / DUST) break;
     if (kind->first < p->limits->ranks) break;
     w->placed = kind->first;

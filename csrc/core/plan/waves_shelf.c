@@ -39,7 +39,7 @@ static int32_t list_items(shelves *s, int64_t height) {
   for (int32_t i = s->first_left; i < s->w->placed && count < ITEMS; i++) {
     const hcp__option *option = option_of(s, i, height);
     if (s->done[i] || option->time > height || option->time <= height - option->time) continue;
-    int64_t work = p->options[p->kinds[p->kind_of[i]].first_option].area_floor;
+    int64_t work = hcp__leanest(p, &p->kinds[p->kind_of[i]])->area_floor;
     s->items[count++] = (item){i, option, work};
   }
   return count;
@@ -84,9 +84,10 @@ static void put_items(shelves *s, int32_t wave, int32_t count) {
 static int64_t choose_height(shelves *s) {
   const hcp__problem *p = s->w->p;
   const hcp__kind *kind = &p->kinds[p->kind_of[s->first_left]];
+  const hcp__choices *all = hcp__choices_of(p, kind);
   int64_t best = -1, height = 0;
-  for (int32_t i = 0; i < kind->options && i < DEGREES; i++) {
-    int64_t tried = p->options[kind->first_option + i].time;
+  for (int32_t i = 0; i < all->count && i < DEGREES; i++) {
+    int64_t tried = all->options[i].time;
     int64_t share = pack_items(s, list_items(s, tried)) / ((tried >> 20) + 1);
     if (share <= best) continue;
     best = share;
