@@ -1,6 +1,6 @@
 """The C core of hcp: plans, layouts, tables, grids, rebindings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self, final
 
@@ -262,7 +262,7 @@ def plan_bound(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    table: tuple[Sequence[int], Sequence[int], Sequence[int] | Callable[[int, int], int]] | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> tuple[int, int]: ...
@@ -271,7 +271,7 @@ def create_plan(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    table: tuple[Sequence[int], Sequence[int], Sequence[int] | Callable[[int, int], int]] | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> Plan: ...

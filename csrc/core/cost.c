@@ -141,7 +141,11 @@ int32_t hcp__times_column(const hcp_times *times, int32_t degree) {
 
 static int64_t tabulated(const hcp_times *times, int64_t length, int32_t degree) {
   int32_t row = hcp__times_row(times, length), column = hcp__times_column(times, degree);
-  return row < 0 || column < 0 ? 0 : times->times[(int64_t)row * times->degree_count + column];
+  if (row < 0 || column < 0) return 0;
+  const int64_t *time = &times->times[(int64_t)row * times->degree_count + column];
+  if (*time == 0 && times->ask != NULL)
+    *(int64_t *)(uintptr_t)time = times->ask->time(times->ask->context, length, degree);
+  return *time;
 }
 
 int64_t hcp__cost(const hcp_cost *cost, hcp__size size, int32_t degree, int32_t ranks_per_node) {
@@ -164,8 +168,8 @@ static hcp_status check_times(const hcp_times *times, hcp_error *err) {
                        i, times->degrees[i]);
   int64_t count = (int64_t)times->length_count * times->degree_count;
   for (int64_t i = 0; i < count; i++)
-    if (times->times[i] < 1 || times->times[i] > COST_MAX / HCP__RANKS_MAX)
-      return hcp__fail(err, HCP_INVALID, "the cost table's times[%lld] is %lld, expected 1 to 2^42",
+    if (times->times[i] < 0 || times->times[i] > COST_MAX / HCP__RANKS_MAX)
+      return hcp__fail(err, HCP_INVALID, "the cost table's times[%lld] is %lld, expected 0 to 2^42",
                        (long long)i, (long long)times->times[i]);
   return HCP_OK;
 }

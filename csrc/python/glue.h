@@ -20,14 +20,22 @@ typedef struct hcp_py_gil {
   hcp_stop stop; /* for searches, which may take hours: it looks for Ctrl-C many times a second */
   PyObject *reads;
   PyThreadState *state;
-  double looked; /* seconds */
+  PyObject *function; /* NULL, or gives the times of a cost table: hcp_py_time */
+  double looked;      /* seconds */
   int32_t raised;
+  int32_t
+      held; /* the function was called: others have the GIL again when a search looks for Ctrl-C */
 } hcp_py_gil;
 
 void hcp_py_drop_gil(hcp_py_gil *gil, PyObject *reads);
 
-/* Returns 1 where a signal's handler has raised: its exception is set. */
+/* Returns 1 where a signal's handler or the function has raised: the exception is set. */
 int hcp_py_take_gil(hcp_py_gil *gil);
+
+/* What the function of a hcp_py_gil, the context, gives; 1 once it has raised, as does one that
+ * does not give 1 to 2^42. It is called with the GIL, which is kept until the search goes on: one
+ * that asks for thousands of times does not wait for other threads before each. */
+int64_t hcp_py_time(void *context, int64_t length, int32_t degree);
 
 /* The same for a call that always ends soon: declares `status`. Python looks for signals after
  * it. */

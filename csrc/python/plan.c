@@ -65,7 +65,7 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  hcp_py_drop_gil(&gil, NULL);
+  hcp_py_request_search(&r, &gil);
   hcp_status status =
       hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &gil.stop, &plan, &err);
   int raised = hcp_py_take_gil(&gil);
@@ -89,7 +89,7 @@ static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) 
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  hcp_py_drop_gil(&gil, NULL);
+  hcp_py_request_search(&r, &gil);
   hcp_status status = hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &gil.stop,
                                      &bound, &work, &err);
   int raised = hcp_py_take_gil(&gil);
@@ -137,8 +137,8 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
       hcp_py_int32(node_object, "ranks_per_node", &node) < 0 ||
       hcp_py_int64(pairs_object, "pairs", &pairs) < 0)
     return NULL;
-  int filled =
-      hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_cost_table(&r, cost_table) == 0;
+  int filled = hcp_py_fill_prices(&r.cost, prices) == 0 &&
+               hcp_py_fill_cost_table(&r, cost_table) == 0 && hcp_py_request_expect_times(&r) == 0;
   hcp_status status =
       filled ? hcp_cost_time(&r.cost, length, pairs, degree, node, &time, &err) : HCP_CALLBACK;
   hcp_py_request_release(&r);
@@ -294,7 +294,9 @@ static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kw
                                    &batch_list, &group_list, &sequence_list) ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
-  if (hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0) goto fail_batches;
+  if (hcp_py_request_expect_times(&r) < 0 ||
+      hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0)
+    goto fail_batches;
   if (hcp_py_int32s(group_list, "groups", &groups, &group_words) < 0) goto fail_groups;
   if (hcp_py_int32s(sequence_list, "sequences", &sequences, &sequence_count) < 0)
     goto fail_sequences;

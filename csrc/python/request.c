@@ -88,7 +88,18 @@ int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple) {
   return 0;
 }
 
-/* cost_table is None, or lengths, degrees and times, row after row. */
+/* Times row after row, or a function that gives them when they are asked for. */
+static int fill_times(request *r, PyObject *times, Py_ssize_t rows, Py_ssize_t columns) {
+  if (!PyCallable_Check(times))
+    return integers(times, "table.times", rows * columns, &r->table_times);
+  r->table_times = PyMem_Calloc((size_t)(rows * columns) + 1, sizeof *r->table_times);
+  if (r->table_times == NULL) PyErr_NoMemory();
+  r->function = times;
+  r->ask.time = hcp_py_time;
+  return r->table_times == NULL ? -1 : 0;
+}
+
+/* cost_table is None, or lengths, degrees and times. */
 int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
   Py_ssize_t rows, columns;
   if (cost_table == Py_None) return 0;
@@ -97,12 +108,24 @@ int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
           0 ||
       hcp_py_int32s(PyTuple_GetItem(cost_table, 1), "table.degrees", &r->table_degrees, &columns) <
           0 ||
-      integers(PyTuple_GetItem(cost_table, 2), "table.times", rows * columns, &r->table_times) < 0)
+      fill_times(r, PyTuple_GetItem(cost_table, 2), rows, columns) < 0)
     return -1;
-  r->times = (hcp_times){(int32_t)rows, (int32_t)columns, r->table_lengths, r->table_degrees,
-                         r->table_times};
+  r->times = (hcp_times){(int32_t)rows,    (int32_t)columns, r->table_lengths,
+                         r->table_degrees, r->table_times,   r->function == NULL ? NULL : &r->ask};
   r->cost.times = &r->times;
   return 0;
+}
+
+void hcp_py_request_search(request *r, hcp_py_gil *gil) {
+  hcp_py_drop_gil(gil, NULL);
+  gil->function = r->function;
+  r->ask.context = gil;
+}
+
+int hcp_py_request_expect_times(const request *r) {
+  if (r->function == NULL) return 0;
+  PyErr_Format(PyExc_TypeError, "table.times is %R, expected integers", r->function);
+  return -1;
 }
 
 /* None, or as many as lengths. */

@@ -13,6 +13,8 @@ typedef struct request {
   Py_ssize_t n;
   int64_t *table_lengths, *table_times, *pairs;
   int32_t *table_degrees;
+  PyObject *function; /* NULL, or borrowed: gives the times of the cost table */
+  hcp_ask ask;
 #define LIST(name, count) int32_t *name;
   HCP_LIMIT_LISTS(LIST)
 #undef LIST
@@ -34,6 +36,11 @@ enum {
 int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
                         PyObject *prices, PyObject *cost_table, PyObject *pairs);
 void hcp_py_request_release(request *r);
+
+/* hcp_py_drop_gil for a search, which asks the request's function through it. */
+void hcp_py_request_search(request *r, hcp_py_gil *gil);
+/* Refuses a function where there is no search. Returns 0, or -1 with an exception set. */
+int hcp_py_request_expect_times(const request *r);
 
 /* The cost's parts alone; the caller releases the request. */
 int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple);

@@ -30,7 +30,8 @@ class TimeTable(NamedTuple):
     degrees: tuple[int, ...]
     """Ascending. A plan under the table uses these degrees and no others."""
     times: tuple[int, ...]
-    """len(lengths) * len(degrees) integers >= 1, row after row, one row per length."""
+    """len(lengths) * len(degrees) integers, row after row, one row per length. 0: there is no time,
+    and no plan uses the degree for the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class CostModel:
     table: TimeTable | None = None
     """Replaces every price but ``launch`` in a plan. The comm type "auto" still uses the prices."""
     function: Callable[[int, int], float] | None = None
-    """Becomes a table when a plan needs one: :meth:`from_function`."""
+    """Gives times when the search for a plan needs them: :meth:`from_function`."""
     unit: float | None = None
     """The seconds of one unit, if they are known. They decide nothing but how times are shown."""
     kernels: tuple[str, ...] = ()
@@ -135,8 +136,10 @@ class CostModel:
         between machines.
 
         Args:
-            f: ``f(length, degree)`` gives seconds. It is called once per distinct length and degree
-                that a plan needs.
+            f: ``f(length, degree)`` gives seconds. The search for a plan calls it once per distinct
+                length and degree that it looks at, and the plan keeps these times as its table. Its
+                ``bound`` holds for plans of these times: of all, if ``degree * f(length, degree)``
+                does not fall as the degree grows. An exception of ``f`` ends the search.
             launch: seconds of one micro-batch on one rank; None: 0, or that of ``prices``.
             unit: seconds become integers of so many seconds, rounded up.
             prices: a model of prices with a ``unit``, such as a calibrated one; its unit is then
@@ -387,7 +390,8 @@ def _checked(table: TimeTable) -> TimeTable:
     if not isinstance(table, TimeTable):
         raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.planning.cost.TimeTable")
     lengths, degrees, times = (
-        expect_sizes(f"table.{name}", values) for name, values in table._asdict().items()
+        expect_sizes(f"table.{name}", values, least=int(name != "times"))
+        for name, values in table._asdict().items()
     )
     for name, values in (("lengths", lengths), ("degrees", degrees)):
         if any(a >= b for a, b in itertools.pairwise(values)):

@@ -393,27 +393,28 @@ def _request(
     cost: CostModel | None,
     pairs: Sequence[int] | IntegerArray | None,
 ) -> dict[str, Any]:
-    """Return the core's arguments. A cost function is tabulated here."""
+    """Return the core's arguments. A cost function stands for the times of its table."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     pairs = cast(Any, pairs).tolist() if hasattr(pairs, "tolist") else pairs
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost is {cost!r}, expected a CostModel: CostModel.preset(...), say")
     cost = cost or CostModel()
-    if cost.function is not None:
-        least = expect_size("min_degree", limits.min_degree)
-        last = expect_size("max_degree", limits.most)
-        cost = cost.tabulated(
-            expect_sizes("lengths", cast(Sequence[int], lengths)),
-            _table_degrees(least, last, limits.degrees == "pow2"),
-        )
     return {
         "lengths": lengths,
         "limits": limits.numbers(),
         "lists": limits.lists(),
         "prices": cost.prices,
-        "table": cost.table,
+        "table": cost.table if cost.function is None else _asked(cost, lengths, limits),
         "pairs": pairs,
     }
+
+
+def _asked(cost: CostModel, lengths: Any, limits: Limits) -> tuple[Any, ...]:
+    """Return the rows and columns of a table, and what gives its times when they are asked for."""
+    least = expect_size("min_degree", limits.min_degree)
+    last = expect_size("max_degree", limits.most)
+    rows = sorted(set(expect_sizes("lengths", lengths)))
+    return rows, _table_degrees(least, last, limits.degrees == "pow2"), cost.time
 
 
 def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:

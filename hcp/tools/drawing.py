@@ -145,7 +145,7 @@ def _comparable(one: Plan, other: Plan) -> bool:
         return False
     if replace(one.cost, table=None) != replace(other.cost, table=None):
         return False
-    # A cost function is tabulated for the degrees that a plan may have.
+    # A plan of a cost function has those times that its search has asked for.
     tables = [_times(plan.cost.table) for plan in (one, other)]
     return all(tables[1].get(key, time) == time for key, time in tables[0].items())
 
@@ -154,7 +154,8 @@ def _times(table: TimeTable | None) -> dict[tuple[int, int], int]:
     """The times of a table, by length and degree."""
     if table is None:
         return {}
-    return dict(zip(product(table.lengths, table.degrees), table.times, strict=True))
+    cells = zip(product(table.lengths, table.degrees), table.times, strict=True)
+    return {key: time for key, time in cells if time > 0}
 
 
 def plan_words(plan: Plan, first: Plan | None = None, bound: int | None = None) -> tuple[str, str]:

@@ -1,4 +1,6 @@
 /* test_plan.c - plans keep every rule, and say what is wrong with a request. */
+#include <string.h>
+
 #include "check.h"
 #include "draw.h"
 #include "hcp/hcp.h"
@@ -165,7 +167,7 @@ static void refuse_cost(const hcp_cost *cost, const char *message) {
 static void a_time_by_bad_prices_or_a_bad_table_is_refused(void) {
   const int64_t lengths[] = {20, 10}, times[] = {4, 4};
   const int32_t degree = 2;
-  const hcp_times unsorted = {2, 1, lengths, &degree, times};
+  const hcp_times unsorted = {2, 1, lengths, &degree, times, NULL};
   refuse_cost(&(hcp_cost){.pair = 1, .window = -INT64_MAX}, "cost.window is -9223372036854775807");
   refuse_cost(&(hcp_cost){.pair = 1, .step = -1}, "cost.step is -1, expected >= 0");
   refuse_cost(&(hcp_cost){.launch = 1}, "cost.pair and cost.token are 0");
@@ -190,6 +192,96 @@ static void every_status_has_a_name_and_a_text(void) {
   CHECK_TEXT(hcp_status_name((hcp_status)99), "UNKNOWN");
 }
 
+/* ---- times that are asked for ---- */
+
+enum { ASKED_DEGREES = 9 };
+
+typedef struct asked {
+  const draw_case *c;
+  int64_t calls;
+  int32_t stopped;
+} asked;
+
+static int64_t time_asked(void *context, int64_t length, int32_t degree) {
+  asked *a = context;
+  int64_t time = 1;
+  a->calls++;
+  CHECK_INT(hcp_cost_time(&a->c->cost, length, -1, degree, 0, &time, NULL), HCP_OK);
+  return time;
+}
+
+static int32_t asked_stopped(void *context) {
+  asked *a = context;
+  if (a->stopped > 0 && a->calls >= a->stopped) a->stopped = -1;
+  return a->stopped < 0;
+}
+
+/* Ascending, each once. */
+static int32_t distinct(const draw_case *c, int64_t *lengths) {
+  int32_t count = 0;
+  for (int64_t length = 1; length <= 400; length++)
+    for (int32_t i = 0; i < c->n; i++)
+      if (c->lengths[i] == length && (count == 0 || lengths[count - 1] < length))
+        lengths[count++] = length;
+  return count;
+}
+
+/* The same groups and bound as by a table of all times, where none needs less rank-time at more
+ * ranks. */
+static void times_that_are_asked_for_make_the_plan_of_all_times(void) {
+  int32_t degrees[ASKED_DEGREES];
+  int64_t lengths[DRAW_SEQUENCES], calls = 0, all = 0;
+  for (int32_t d = 0; d < ASKED_DEGREES; d++) degrees[d] = d + 1;
+  for (int32_t i = 0; i < 400; i++) {
+    draw_case c = draw_request(ASKED_DEGREES);
+    c.cost.tile = c.cost.overlap = 0;
+    int64_t eager[DRAW_SEQUENCES * ASKED_DEGREES], lazy[DRAW_SEQUENCES * ASKED_DEGREES] = {0};
+    int32_t rows = distinct(&c, lengths);
+    asked a = {.c = &c};
+    hcp_ask ask = {time_asked, &a};
+    for (int32_t k = 0; k < rows * ASKED_DEGREES; k++)
+      CHECK_INT(hcp_cost_time(&c.cost, lengths[k / ASKED_DEGREES], -1, k % ASKED_DEGREES + 1, 0,
+                              &eager[k], NULL),
+                HCP_OK);
+    hcp_times whole = {rows, ASKED_DEGREES, lengths, degrees, eager, NULL};
+    hcp_times parts = {rows, ASKED_DEGREES, lengths, degrees, lazy, &ask};
+    hcp_cost cost = {.launch = c.cost.launch, .times = &whole};
+    hcp_plan *plan = NULL, *other = NULL;
+    CHECK_INT(hcp_plan_create(c.lengths, c.n, &c.limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
+    cost.times = &parts;
+    CHECK_INT(hcp_plan_create(c.lengths, c.n, &c.limits, &cost, 1, NULL, &other, NULL), HCP_OK);
+    if (plan != NULL && other != NULL) {
+      CHECK_INT(plan->makespan, other->makespan);
+      CHECK_INT(plan->bound, other->bound);
+      CHECK_INT(plan->group_count, other->group_count);
+      CHECK(other->cost.times->ask == NULL);
+      CHECK(memcmp(plan->sequences, other->sequences, (size_t)c.n * sizeof *plan->sequences) == 0);
+    }
+    for (int32_t k = 0; k < rows * ASKED_DEGREES; k++) CHECK(lazy[k] == 0 || lazy[k] == eager[k]);
+    calls += a.calls;
+    all += rows * ASKED_DEGREES;
+    hcp_plan_destroy(other);
+    hcp_plan_destroy(plan);
+  }
+  CHECK(calls < all);
+}
+
+static void one_who_cannot_say_a_time_ends_the_search(void) {
+  draw_case c = {.n = 3, .lengths = {30, 20, 10}, .cost = {.pair = 1}};
+  const int64_t lengths[] = {10, 20, 30};
+  const int32_t degrees[] = {1, 2, 3, 4};
+  int64_t times[12] = {0};
+  asked a = {.c = &c, .stopped = 2};
+  hcp_ask ask = {time_asked, &a};
+  hcp_stop stop = {asked_stopped, &a};
+  hcp_times table = {3, 4, lengths, degrees, times, &ask};
+  hcp_cost cost = {.times = &table};
+  hcp_limits limits = draw_limits(4, 1, 4, 16);
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create(c.lengths, 3, &limits, &cost, 1, &stop, &plan, NULL), HCP_CALLBACK);
+  CHECK(plan == NULL);
+}
+
 int main(void) {
   rows_max_is_what_the_fullest_rank_holds();
   every_drawn_plan_keeps_every_rule();
@@ -204,5 +296,7 @@ int main(void) {
   a_sequence_that_fits_nowhere_opens_the_last_rank();
   every_status_has_a_name_and_a_text();
   hcp_plan_destroy(NULL);
+  times_that_are_asked_for_make_the_plan_of_all_times();
+  one_who_cannot_say_a_time_ends_the_search();
   return check_report("test_plan");
 }

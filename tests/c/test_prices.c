@@ -141,7 +141,7 @@ static void what_has_no_comm_time_is_refused(void) {
   hcp_cost cost = {.pair = 1}, table = {.pair = INT64_MAX};
   int64_t length = (int64_t)1 << 31, one = 1;
   int32_t degree = 4;
-  table.times = &(hcp_times){1, 1, &length, &degree, &one};
+  table.times = &(hcp_times){1, 1, &length, &degree, &one, NULL};
   hcp_priced_layer layer = {.left = -1, .query_heads = 3, .key_heads = 2};
   hcp_comm_time times[HCP_COMM_TIMES_MAX];
   int32_t count, fastest;

@@ -193,7 +193,7 @@ def saved(path: Path, **changes: Any) -> Path:
         ({"provenance__kernels": [4]}, "cost.kernels is (4,), expected names of backends"),
         ({"speed": 3}, "speed is unknown, expected format, unit_seconds"),
         ({"table__times": [1, 2, 3]}, "table.times has 3 entries, expected lengths * degrees = 4"),
-        ({"table__times": [1, 2, 3, 0]}, "table.times[3] is 0, expected an integer >= 1"),
+        ({"table__times": [1, 2, 3, -1]}, "table.times[3] is -1, expected an integer >= 0"),
         ({"table__times": 4}, "table.times is 4, expected a list of integers"),
         ({"table__degrees": [2, 1]}, "table.degrees is (2, 1), expected ascending integers"),
         ({"table__lengths": None}, "table.lengths is missing, expected lengths, degrees, times"),
@@ -218,7 +218,7 @@ def test_a_wrong_file_is_refused_with_its_name_and_entry(
         (TimeTable((5,), (1,), ()), "table.times has 0 entries, expected lengths * degrees = 1"),
         (TimeTable((5, 5), (1,), (2, 2)), "table.lengths is (5, 5), expected ascending integers"),
         (TimeTable((5,), (0,), (2,)), "table.degrees[0] is 0, expected an integer >= 1"),
-        (TimeTable((5,), (1,), (2.5,)), "table.times[0] is 2.5, expected an integer >= 1"),
+        (TimeTable((5,), (1,), (2.5,)), "table.times[0] is 2.5, expected an integer >= 0"),
     ],
 )
 def test_a_wrong_table_is_refused_where_it_is_given(table: Any, message: str) -> None:

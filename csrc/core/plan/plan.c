@@ -82,6 +82,11 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
                        "groups[%d].degree is %d, expected one within min_degrees[%d] and "
                        "max_degrees[%d]",
                        g, group->degree, sequence, sequence);
+    if (hcp__cost(p->cost, hcp__size_at(p, sequence), group->degree, 0) < 1)
+      return hcp__fail(err, HCP_INVALID,
+                       "groups[%d].degree is %d, at which the cost table has no time for %lld "
+                       "tokens, expected one",
+                       g, group->degree, (long long)p->lengths[sequence]);
     rows += hcp_rows_max(p->lengths[sequence], group->degree);
     if (__builtin_add_overflow(bytes, bytes_of(p, sequence, group->degree), &bytes))
       bytes = INT64_MAX;
@@ -225,6 +230,7 @@ static const hcp_times *copy_times(void *memory, const hcp_times *times) {
   size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
   hcp_times *made = memory;
   *made = *times;
+  made->ask = NULL;
   made->lengths = (int64_t *)(made + 1);
   made->times = made->lengths + rows;
   made->degrees = (int32_t *)(uintptr_t)(made->times + rows * columns);
@@ -333,8 +339,26 @@ hcp_status hcp__prepare(const int64_t *lengths, int32_t n, const hcp_limits *lim
   if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
   problem->stop = stop;
-  status = hcp__bound(problem, err);
+  status = hcp__go_on(problem, err);
+  if (status == HCP_OK) status = hcp__bound(problem, err);
+  if (status == HCP_OK) status = hcp__go_on(problem, err);
   if (status != HCP_OK) hcp__problem_release(problem);
+  return status;
+}
+
+/* As create, with the bound of the times that a cost table was asked for. */
+static hcp_status create_settled(const hcp__draft *draft, const hcp__problem *p, hcp_plan **out,
+                                 hcp_error *err) {
+  if (p->cost->times == NULL || p->cost->times->ask == NULL) return create(draft, p, out, err);
+  hcp_times times = *p->cost->times;
+  hcp_cost cost = *p->cost;
+  hcp__problem settled;
+  times.ask = NULL;
+  cost.times = &times;
+  hcp_status status = hcp__prepare(p->lengths, p->n, p->limits, &cost, p->stop, &settled, err);
+  if (status != HCP_OK) return status;
+  status = create(draft, &settled, out, err);
+  hcp__problem_release(&settled);
   return status;
 }
 
@@ -351,7 +375,8 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
   status = limits->pipeline.stages > 1 ? hcp__plan_pipeline(&problem, effort, &draft, err)
                                        : hcp__plan_search(&problem, effort, &draft, err);
   if (status == HCP_OK) status = hcp__plan_forced(&problem, effort, &draft, err);
-  if (status == HCP_OK) status = create(&draft, &problem, plan, err);
+  if (status == HCP_OK) status = hcp__go_on(&problem, err);
+  if (status == HCP_OK) status = create_settled(&draft, &problem, plan, err);
   hcp__draft_release(&draft);
 fail_draft:
   hcp__problem_release(&problem);

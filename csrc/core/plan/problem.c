@@ -10,19 +10,6 @@
  * asked for. Options are kept in pieces of so many at least. */
 enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32, LIKELY = 3, PIECE = 1 << 9 };
 
-/* ---- load ---- */
-
-int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
-  int64_t length = p->lengths[sequence], rows = hcp_rows_max(length, degree);
-  if (!hcp__sequence_allows(p->limits, sequence, degree)) return HCP__NO_LOAD;
-  if (p->limits->memory.limit == 0) return rows;
-  int64_t limit = hcp__bytes_limit(p->limits, degree);
-  int64_t bytes = hcp__bytes(&p->limits->memory, length, degree);
-  if (bytes > limit) return HCP__NO_LOAD;
-  int64_t load = hcp__scaled(bytes, p->capacity, limit);
-  return load > rows ? load : rows;
-}
-
 /* ---- the menu: degrees to look at ---- */
 
 typedef struct menu {
@@ -155,6 +142,7 @@ struct hcp__shop {
   hcp__option *counter; /* options of one kind, while they are made */
   int64_t *floors;      /* with a cost table: least areas from each degree of it on */
   piece *pieces;
+  int32_t gaps;         /* whether the cost table lacks times, and has nobody to ask */
   int32_t empty;        /* no memory was left */
 };
 
@@ -187,11 +175,19 @@ static void close_shop(hcp__shop *shop) {
   free(shop);
 }
 
+static int has_gaps(const hcp_times *times) {
+  if (times == NULL || times->ask != NULL) return 0;
+  int64_t count = (int64_t)times->length_count * times->degree_count, i = 0;
+  while (i < count && times->times[i] > 0) i++;
+  return i < count;
+}
+
 static hcp_status open_shop(hcp__problem *p, hcp_error *err) {
   const hcp_times *times = p->cost->times;
   hcp__shop *shop = calloc(1, sizeof *shop);
   if (shop == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan");
   p->shop = shop;
+  shop->gaps = has_gaps(times);
   hcp_status status = menu_init(&shop->degrees, p->limits, p->cost, err);
   if (status != HCP_OK) return status;
   shop->least = malloc(((size_t)p->n + 1) * sizeof *shop->least);
@@ -200,6 +196,21 @@ static hcp_status open_shop(hcp__problem *p, hcp_error *err) {
   if (shop->least == NULL || shop->counter == NULL || (times != NULL && shop->floors == NULL))
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
   return HCP_OK;
+}
+
+/* ---- load ---- */
+
+int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
+  int64_t length = p->lengths[sequence], rows = hcp_rows_max(length, degree);
+  if (!hcp__sequence_allows(p->limits, sequence, degree)) return HCP__NO_LOAD;
+  if (p->shop->gaps && hcp__cost(p->cost, hcp__size_at(p, sequence), degree, 0) < 1)
+    return HCP__NO_LOAD;
+  if (p->limits->memory.limit == 0) return rows;
+  int64_t limit = hcp__bytes_limit(p->limits, degree);
+  int64_t bytes = hcp__bytes(&p->limits->memory, length, degree);
+  if (bytes > limit) return HCP__NO_LOAD;
+  int64_t load = hcp__scaled(bytes, p->capacity, limit);
+  return load > rows ? load : rows;
 }
 
 /* ---- options ---- */
@@ -368,6 +379,12 @@ static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_e
   if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->size.length) < 0)
     return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, which the cost table does not have",
                      p->order[kind->first], (long long)kind->size.length);
+  if (p->shop->gaps)
+    return hcp__fail(
+        err, HCP_INVALID,
+        "lengths[%d] is %lld, and at no degree that holds it does the cost table have a "
+        "time for it, expected one",
+        p->order[kind->first], (long long)kind->size.length);
   int32_t widest = last_allowed(limits, p->cost);
   if (hcp_rows_max(kind->size.length, widest) <= p->capacity)
     return refused_beside_rows(p, kind, err);
@@ -387,7 +404,7 @@ static int64_t work_of(const hcp__problem *p, hcp__size size) {
   if (times == NULL) return hcp__area_floor(p->cost, size, 1, p->limits->ranks_per_node);
   int64_t row = (int64_t)hcp__times_row(times, size.length) * times->degree_count;
   int64_t work = INT64_MAX;
-  hcp__cost(p->cost, size, times->degrees[0], 0); /* so that it is known */
+  hcp__cost(p->cost, size, times->degrees[0], 0);
   for (int32_t c = 0; c < times->degree_count; c++)
     if (times->times[row + c] > 0)
       work = hcp__least(work, times->times[row + c] * times->degrees[c]);
@@ -398,7 +415,9 @@ static int64_t work_of(const hcp__problem *p, hcp__size size) {
 static int32_t start_of(const hcp__problem *p, const hcp__kind *kind) {
   const hcp_times *times = p->cost->times;
   if (times != NULL && hcp__times_row(times, kind->size.length) < 0) return 0;
-  return p->shop->least[kind - p->kinds] = least_degree(p, kind);
+  int32_t least = least_degree(p, kind);
+  if (times != NULL && least > 0) hcp__cost(p->cost, kind->size, least, 0); /* so that it is known */
+  return p->shop->least[kind - p->kinds] = least;
 }
 
 /* Least degrees first, as what is negligible follows from all of them. */

@@ -74,14 +74,25 @@ const char *hcp_status_text(hcp_status status);
 
 /* ---- 2. Cost ------------------------------------------------------------ */
 
+/* Who knows the times that a cost table does not have yet. time is called on the thread of the call
+ * that plans, once for each time that this needs, and returns 1 to 2^42: the same whenever it is
+ * asked. One that cannot returns anything, and lets hcp_stop end the call. */
+typedef struct hcp_ask {
+  int64_t (*time)(void *context, int64_t length, int32_t degree);
+  void *context;
+} hcp_ask;
+
 /* A cost table: times that somebody measured or computed, row after row, one row
- * per length. A plan under it uses these degrees and no others. */
+ * per length. A plan under it uses these degrees and no others, and none at which a length has no
+ * time. */
 typedef struct hcp_times {
   int32_t length_count;
   int32_t degree_count;
   const int64_t *lengths; /* length_count, ascending */
   const int32_t *degrees; /* degree_count, ascending */
-  const int64_t *times;   /* length_count * degree_count, each >= 1 */
+  const int64_t *times;   /* length_count * degree_count, 1 to 2^42 each; 0: there is none */
+  const hcp_ask *ask;     /* NULL, or gives those that are 0: hcp_plan_create and hcp_plan_bound
+                             then write them to times */
 } hcp_times;
 
 /* Integer prices, in one unit of the caller's choice (picoseconds, say). Only
@@ -376,7 +387,10 @@ typedef struct hcp_stop {
  * every machine: only integer arithmetic decides, effort is counted in attempts
  * and never in time, and ties go to the lower index. effort is 1 for the usual
  * search, more for a longer one. HCP_INFEASIBLE names the sequence that no
- * allowed degree can hold. n may be 0, stop may be NULL. On success the caller owns *plan. */
+ * allowed degree can hold. n may be 0, stop may be NULL. On success the caller owns *plan.
+ *
+ * Where a cost table asks for its times, the plan keeps those that were asked for, and its bound
+ * holds for plans of these: of all, if no length needs less rank-time at more ranks. */
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                            const hcp_cost *cost, int32_t effort, const hcp_stop *stop,
                            hcp_plan **plan, hcp_error *err);
