@@ -346,6 +346,13 @@ hcp_status hcp__prepare(const int64_t *lengths, int32_t n, const hcp_limits *lim
   return status;
 }
 
+/* So few sequences have few plans: what is looked at grows with the effort, and with 4^n it has seen
+ * each of them many times. */
+static int32_t useful_effort(int32_t n, int32_t effort) {
+  int32_t most = n < 5 ? 1 << (2 * n) : effort;
+  return effort < most ? effort : most;
+}
+
 /* As create, with the bound of the times that a cost table was asked for. */
 static hcp_status create_settled(const hcp__draft *draft, const hcp__problem *p, hcp_plan **out,
                                  hcp_error *err) {
@@ -372,6 +379,7 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&draft, n, err);
   if (status != HCP_OK) goto fail_draft;
+  effort = useful_effort(n, effort);
   status = limits->pipeline.stages > 1 ? hcp__plan_pipeline(&problem, effort, &draft, err)
                                        : hcp__plan_search(&problem, effort, &draft, err);
   if (status == HCP_OK) status = hcp__plan_forced(&problem, effort, &draft, err);

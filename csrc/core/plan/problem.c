@@ -416,7 +416,8 @@ static int32_t start_of(const hcp__problem *p, const hcp__kind *kind) {
   const hcp_times *times = p->cost->times;
   if (times != NULL && hcp__times_row(times, kind->size.length) < 0) return 0;
   int32_t least = least_degree(p, kind);
-  if (times != NULL && least > 0) hcp__cost(p->cost, kind->size, least, 0); /* so that it is known */
+  if (times != NULL && least > 0)
+    hcp__cost(p->cost, kind->size, least, 0); /* so that it is known */
   return p->shop->least[kind - p->kinds] = least;
 }
 
