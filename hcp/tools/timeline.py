@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hcp._core import FULL_SPEED
+
 if TYPE_CHECKING:
     from hcp.planning.plan import Plan
 
@@ -29,11 +31,14 @@ def timeline(plan: Plan) -> list[Box]:
     """Return the time span of every group of a plan.
 
     A group starts when all of its ranks are free or, under ``sync="micro_batch"``, when all ranks
-    of the domain are free. The last end is ``plan.makespan``. For a pipeline, this is the timeline
-    of one stage that never waits for its neighbours."""
-    free = [0] * plan.ranks
+    of the domain are free. Under ``sync="step"`` a rank takes ``launch`` for each micro-batch in
+    which it is in no group; there is no box for it. The last end is ``plan.makespan``, or such
+    launches follow. For a pipeline, this is the timeline of one stage that never waits for its
+    neighbours."""
+    free, idle = [0] * plan.ranks, _launches(plan)
     boxes = []
     for m, groups in enumerate(plan.micro_batches):
+        outside = set(range(plan.ranks))
         if plan.sync == "micro_batch":
             free = [max(free)] * plan.ranks
         for group in groups:
@@ -44,7 +49,18 @@ def timeline(plan: Plan) -> list[Box]:
             boxes.append(
                 Box(m, group.first_rank, group.degree, start, ends[-1], group.sequences, ends)
             )
+            outside -= set(range(*ranks.indices(plan.ranks)))
+        for rank in outside:
+            free[rank] += idle[rank]
     return boxes
+
+
+def _launches(plan: Plan) -> list[int]:
+    """Return what each rank takes for a micro-batch in which it has no rows."""
+    if plan.sync == "micro_batch" or plan.core.pipeline_stages > 1:
+        return [0] * plan.ranks
+    slowness = plan.core.slowness or [FULL_SPEED] * plan.ranks
+    return [-(-plan.cost.launch * slow // FULL_SPEED) for slow in slowness]
 
 
 def idle_shares(plan: Plan, boxes: Iterable[Box]) -> list[float]:

@@ -55,7 +55,8 @@ def check(plan: hcp.Plan, capacity: int, min_degree: int, max_degree: int) -> No
 
 
 def makespan(plan: hcp.Plan) -> int:
-    """When the last rank ends, if every group starts as soon as its ranks are free."""
+    """When the last rank ends, if every group starts as soon as its ranks are free, and a rank
+    outside all groups launches its micro-batch."""
     cost = plan.to_dict()["cost"]
     free = [0] * plan.ranks
     for groups in plan.micro_batches:
@@ -66,6 +67,8 @@ def makespan(plan: hcp.Plan) -> int:
                 work = cost["pair"] * tokens * (tokens + 1) // 2 + cost["token"] * tokens
                 end += -(-work // degree) + cost["exchange"] * (tokens - tokens // degree)
             free[first : first + degree] = [end] * degree
+        inside = {r for first, degree, _ in groups for r in range(first, first + degree)}
+        free = [end + (r not in inside) * cost["launch"] for r, end in enumerate(free)]
     return max(free)
 
 

@@ -103,10 +103,18 @@ def test_hosts_queue_ahead_of_their_gpus() -> None:
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_group_waits_for_the_host_that_is_behind(behind: int) -> None:
-    plan = plan_of([1, 1, 2], [(behind, 1, [0])], [(behind, 1, [1])], [(0, 2, [2])])
+    """The middle rank's host queued a shared micro-batch before, that of the other none."""
+    plan = plan_of([2, 2], [(behind, 2, [0])], [(1 - behind, 2, [1])])
     found = replay(plan, Machine(token=1, host=30, host_shared=40))
-    assert found.seconds == 30 + 30 + 40
-    assert found.host[1 - behind] == 39
+    assert found.seconds == 40 + 40
+    assert found.host[2 if behind == 0 else 0] == 30 + 39
+
+
+def test_a_rank_without_rows_launches_and_queues_all_the_same() -> None:
+    plan = plan_of([1, 1, 1], [(0, 1, [0])], [(0, 1, [1])], [(1, 1, [2])])
+    assert replay(plan, Machine(token=1, launch=100)).seconds == 302
+    assert replay(plan, Machine(token=1, launch=100)).busy == (302, 301)
+    assert replay(plan, Machine(token=1, host=30)).seconds == 90
 
 
 def test_micro_batches_in_lockstep_wait_for_the_slowest_rank() -> None:

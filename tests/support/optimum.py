@@ -93,13 +93,18 @@ def optimum(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel, 
     }
     best = None
     for groups in all_plans(lengths, ranks, capacity):
-        free, batch = [0] * ranks, 0
-        for (m, first, degree), members in sorted(groups.items()):
-            if sync == "micro_batch" and m > batch:
-                free, batch = [max(free)] * ranks, m
-            end = max(free[first : first + degree]) + cost.launch
-            end += sum(times[lengths[s], degree] for s in members)
-            free[first : first + degree] = [end] * degree
+        free = [0] * ranks
+        for _, batch in itertools.groupby(sorted(groups.items()), lambda group: group[0][0]):
+            if sync == "micro_batch":
+                free = [max(free)] * ranks
+            outside = set(range(ranks))
+            for (_, first, degree), members in batch:
+                end = max(free[first : first + degree]) + cost.launch
+                end += sum(times[lengths[s], degree] for s in members)
+                free[first : first + degree] = [end] * degree
+                outside -= set(range(first, first + degree))
+            for rank in outside if sync == "step" else ():
+                free[rank] += cost.launch
         best = max(free) if best is None else min(best, max(free))
     assert best is not None
     return best

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Group, Plan
 from hcp.tools.replay import Machine, Replay
-from hcp.tools.timeline import timeline
 
 
 def chunks_of(length: int, degree: int, turn: int = 0) -> list[range]:
@@ -127,8 +126,25 @@ def measured(
             needed[held.rank] = max(needed[held.rank], taken)
             padding += held.padding
             peak = max(peak, held.rows + held.padding)
-    span = max((box.end for box in timeline(plan)), default=0)
+    ends = [0] * plan.ranks
+    for batch in plan.micro_batches:
+        if plan.sync == "micro_batch":
+            ends = [max(ends)] * plan.ranks
+        outside = set(range(plan.ranks))
+        for group in batch:
+            members = range(group.first_rank, group.first_rank + group.degree)
+            end = max(ends[r] for r in members) + group_times(plan, group)[-1]
+            ends[members.start : members.stop] = [end] * group.degree
+            outside -= set(members)
+        for rank in outside if plan.sync == "step" and plan.core.pipeline_stages < 2 else ():
+            ends[rank] += idle_launch(plan, rank)
+    span = max(ends)
     return rows, needed, busy, span, (peak, padding, crossings)
+
+
+def idle_launch(plan: Plan, rank: int) -> int:
+    slowness = plan.core.slowness
+    return -(-plan.cost.launch * slowness[rank] // 65_536) if slowness else plan.cost.launch
 
 
 def replayed(plan: Plan, machine: Machine) -> Replay:
@@ -138,7 +154,9 @@ def replayed(plan: Plan, machine: Machine) -> Replay:
     for groups in plan.micro_batches:
         if plan.sync == "micro_batch":
             free = [max(free)] * plan.ranks
-        for group in groups:
+        busy_ranks = {r for g in groups for r in range(g.first_rank, g.first_rank + g.degree)}
+        alone = [Group(r, 1, ()) for r in ranks if r not in busy_ranks]
+        for group in [*groups, *alone]:
             members = range(group.first_rank, group.first_rank + group.degree)
             slowest = min(plan.speeds[r] for r in members)
             computed, waited = _times(plan, machine, group)

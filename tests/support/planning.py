@@ -493,11 +493,22 @@ def makespan(request: Request, plan: hcp.Plan) -> int:
     stages = max(1, request.get("pipeline_stages") or 1)
     chunks = max(1, request.get("virtual_stages") or 1)
     if stages == 1:
-        free = [0] * request["ranks"]
-        for first, degree, time in itertools.chain(*batches):
-            free[first : first + degree] = [max(free[first : first + degree]) + time] * degree
+        free, idle = [0] * request["ranks"], _idle(request)
+        for batch in batches:
+            outside = set(range(request["ranks"]))
+            for first, degree, time in batch:
+                free[first : first + degree] = [max(free[first : first + degree]) + time] * degree
+                outside -= set(range(first, first + degree))
+            for rank in outside:
+                free[rank] += idle[rank]
         return max(free)
     return _piped(batches, request["ranks"], stages, chunks, _multiple(request))
+
+
+def _idle(request: Request) -> list[int]:
+    """Return what each rank takes for a micro-batch in which it has no rows."""
+    launch = request["cost"].launch if request["sync"] == "step" else 0
+    return [-(-launch * slow // FULL_SPEED) for slow in slowness_of(request)]
 
 
 def _timed(request: Request, groups: tuple[Group, ...]) -> list[Timed]:

@@ -84,11 +84,11 @@ static int by_key_and_rank(const void *left, const void *right) {
   return (a->first_rank > b->first_rank) - (a->first_rank < b->first_rank);
 }
 
-static void emit(hcp__draft *draft, const hcp__blocks *blocks, const entry *order) {
+static void emit(hcp__draft *draft, const hcp__blocks *blocks, int32_t count, const entry *order) {
   int32_t sequence = 0;
   draft->micro_batch_count = 0;
-  draft->group_count = blocks->count;
-  for (int32_t i = 0; i < blocks->count; i++) {
+  draft->group_count = count;
+  for (int32_t i = 0; i < count; i++) {
     const hcp__block *b = &blocks->block[order[i].block];
     if (i == 0 || order[i].key != order[i - 1].key)
       draft->micro_batches[draft->micro_batch_count++] = (hcp_micro_batch){i, 0};
@@ -99,8 +99,9 @@ static void emit(hcp__draft *draft, const hcp__blocks *blocks, const entry *orde
 }
 
 /* A block runs in the first micro-batch in which all its ranks are free. */
-static void assign_micro_batches(const hcp__blocks *blocks, entry *order, int32_t *depth) {
-  for (int32_t i = 0; i < blocks->count; i++) {
+static void assign_micro_batches(const hcp__blocks *blocks, int32_t count, entry *order,
+                                 int32_t *depth) {
+  for (int32_t i = 0; i < count; i++) {
     const hcp__block *b = &blocks->block[order[i].block];
     int32_t batch = 0;
     for (int32_t r = b->first_rank; r < b->first_rank + b->degree; r++)
@@ -110,11 +111,46 @@ static void assign_micro_batches(const hcp__blocks *blocks, entry *order, int32_
   }
 }
 
-hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int32_t ranks,
+/* The block that came last on all ranks of b, if those are its own; else -1. */
+static int32_t before(const hcp__blocks *blocks, const hcp__block *b, const int32_t *last) {
+  int32_t found = last[b->first_rank];
+  if (found < 0 || blocks->block[found].degree != b->degree ||
+      blocks->block[found].first_rank != b->first_rank)
+    return -1;
+  for (int32_t r = b->first_rank + 1; r < b->first_rank + b->degree; r++)
+    if (last[r] != found) return -1;
+  return found;
+}
+
+static void append(hcp__blocks *blocks, hcp__block *to, const hcp__block *from) {
+  blocks->next[to->last] = from->first;
+  to->last = from->last;
+  to->rows += from->rows;
+  to->sequences += from->sequences;
+}
+
+/* Blocks that follow each other on the same ranks become one where rows allow: it takes one launch,
+ * and all other ranks launch once less beside it. Returns how many are left of the order. */
+static int32_t join_blocks(hcp__blocks *blocks, int64_t capacity, entry *order, int32_t *last) {
+  int32_t kept = 0;
+  for (int32_t i = 0; i < blocks->count; i++) {
+    hcp__block *b = &blocks->block[order[i].block];
+    int32_t found = before(blocks, b, last);
+    if (found >= 0 && b->rows <= capacity - blocks->block[found].rows) {
+      append(blocks, &blocks->block[found], b);
+      continue;
+    }
+    for (int32_t r = b->first_rank; r < b->first_rank + b->degree; r++) last[r] = order[i].block;
+    order[kept++] = order[i];
+  }
+  return kept;
+}
+
+hcp_status hcp__draft_by_start(hcp__draft *draft, hcp__blocks *blocks, const hcp__problem *p,
                                hcp_error *err) {
-  size_t count = (size_t)blocks->count;
+  size_t count = (size_t)blocks->count, ranks = (size_t)p->limits->ranks;
   entry *order = malloc((count + 1) * sizeof *order);
-  int32_t *depth = calloc((size_t)ranks, sizeof *depth);
+  int32_t *depth = calloc(2 * ranks, sizeof *depth);
   hcp_status status = HCP_OK;
   if (order == NULL || depth == NULL) {
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", blocks->count);
@@ -122,10 +158,12 @@ hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int
   }
   for (int32_t b = 0; b < blocks->count; b++)
     order[b] = (entry){blocks->block[b].start, blocks->block[b].first_rank, b};
+  for (size_t r = 0; r < ranks; r++) depth[ranks + r] = -1;
   qsort(order, count, sizeof *order, by_key_and_rank);
-  assign_micro_batches(blocks, order, depth);
-  qsort(order, count, sizeof *order, by_key_and_rank);
-  emit(draft, blocks, order);
+  int32_t kept = join_blocks(blocks, p->capacity, order, depth + ranks);
+  assign_micro_batches(blocks, kept, order, depth);
+  qsort(order, (size_t)kept, sizeof *order, by_key_and_rank);
+  emit(draft, blocks, kept, order);
 done:
   free(depth);
   free(order);
@@ -140,7 +178,7 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
   for (int32_t b = 0; b < blocks->count; b++)
     order[b] = (entry){blocks->block[b].micro_batch, blocks->block[b].first_rank, b};
   qsort(order, count, sizeof *order, by_key_and_rank);
-  emit(draft, blocks, order);
+  emit(draft, blocks, blocks->count, order);
   free(order);
   return HCP_OK;
 }
@@ -158,6 +196,11 @@ int64_t hcp__time_of(const hcp_limits *limits, const hcp_cost *cost, const int64
     if (ends != NULL) ends[s] = hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
   }
   return hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
+}
+
+int64_t hcp__launches(const hcp_limits *limits, const hcp_cost *cost, int32_t rank, int32_t count) {
+  int64_t one = hcp__slowed(cost->launch, hcp__slowness(limits, rank, 1));
+  return hcp__least(INT64_MAX / 2, hcp__scaled(one, count, 1));
 }
 
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {

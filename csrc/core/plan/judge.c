@@ -7,21 +7,40 @@ typedef hcp__search search;
 
 /* ---- makespan ---- */
 
-static int64_t free_from(const hcp_group *group, const int64_t *available) {
+/* a + b for a and b up to INT64_MAX / 2, which is too late for any plan. */
+static int64_t later(int64_t a, int64_t b) { return hcp__least(INT64_MAX / 2, a + b); }
+
+/* A rank, and the first micro-batch that it has not run yet. */
+typedef struct rank {
+  int64_t free_from;
+  int32_t next;
+} rank;
+
+static int64_t start_of(const hcp_group *group, int32_t m, const hcp__problem *p, rank *ranks) {
   int64_t start = 0;
-  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
-    if (available[r] > start) start = available[r];
+  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++) {
+    int64_t idle = hcp__launches(p->limits, p->cost, r, m - ranks[r].next);
+    start = hcp__most(start, later(ranks[r].free_from, idle));
+  }
   return start;
 }
 
-static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, int64_t *available) {
+static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, rank *ranks) {
   int64_t last = 0;
-  for (int32_t g = 0; g < draft->group_count && last < INT64_MAX / 2; g++) {
-    const hcp_group *group = &draft->groups[g]; /* in micro-batch order */
-    int64_t end = free_from(group, available) + hcp__group_time(draft, p, group);
-    for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
-      available[r] = end;
-    if (end > last) last = end;
+  int32_t count = draft->micro_batch_count;
+  for (int32_t m = 0; m < count && last < INT64_MAX / 2; m++) {
+    const hcp_micro_batch *batch = &draft->micro_batches[m];
+    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+      const hcp_group *group = &draft->groups[g];
+      int64_t end = later(start_of(group, m, p, ranks), hcp__group_time(draft, p, group));
+      for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+        ranks[r] = (rank){end, m + 1};
+      last = hcp__most(last, end);
+    }
+  }
+  for (int32_t r = 0; r < p->limits->ranks; r++) {
+    int64_t idle = hcp__launches(p->limits, p->cost, r, count - ranks[r].next);
+    last = hcp__most(last, later(ranks[r].free_from, idle));
   }
   return last;
 }
@@ -47,11 +66,11 @@ hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     result = lockstep(draft, p);
   } else {
-    int64_t *available = calloc((size_t)p->limits->ranks, sizeof *available);
-    if (available == NULL)
+    rank *ranks = calloc((size_t)p->limits->ranks, sizeof *ranks);
+    if (ranks == NULL)
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", p->limits->ranks);
-    result = stepwise(draft, p, available);
-    free(available);
+    result = stepwise(draft, p, ranks);
+    free(ranks);
   }
   if (result >= INT64_MAX / 2)
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");

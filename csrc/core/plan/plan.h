@@ -298,8 +298,8 @@ hcp_status hcp__draft_init(hcp__draft *draft, int32_t n, hcp_error *err);
 void hcp__draft_release(hcp__draft *draft);
 
 /* Makes a draft of blocks in an order that every rank can follow: by start, each in the
- * first micro-batch in which all its ranks are free. */
-hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int32_t ranks,
+ * first micro-batch in which all its ranks are free. Joins blocks. */
+hcp_status hcp__draft_by_start(hcp__draft *draft, hcp__blocks *blocks, const hcp__problem *problem,
                                hcp_error *err);
 /* Makes a draft of blocks by the micro-batches that they name. */
 hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err);
@@ -308,7 +308,9 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
  * INT64_MAX / 2. ends: NULL, or of each sequence the time at which it ends. */
 int64_t hcp__time_of(const hcp_limits *limits, const hcp_cost *cost, const int64_t *lengths,
                      const hcp_group *group, const int32_t *sequences, int64_t *ends);
-/* The same of a draft's group. */
+/* What a rank takes for micro-batches in which it has no rows: it runs its model all the same. */
+int64_t hcp__launches(const hcp_limits *limits, const hcp_cost *cost, int32_t rank, int32_t count);
+/* hcp__time_of a draft's group. */
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 

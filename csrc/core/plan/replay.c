@@ -80,6 +80,15 @@ static void run(const hcp_plan *plan, const hcp_machine *m, const hcp_group *gro
   }
 }
 
+/* Ranks without rows run their model all the same. */
+static void run_idle(const hcp_plan *plan, const hcp_machine *machine, int32_t m,
+                     hcp_rank_seconds *ranks) {
+  for (int32_t r = 0; r < plan->limits.ranks; r++) {
+    hcp_group alone = {r, 1, 0, 0};
+    if (hcp__group_of(plan, m, r) == NULL) run(plan, machine, &alone, ranks);
+  }
+}
+
 static void meet(const hcp_plan *plan, hcp_rank_seconds *ranks) {
   double end = 0;
   for (int32_t r = 0; r < plan->limits.ranks; r++) end = larger(end, ranks[r].end);
@@ -127,6 +136,7 @@ hcp_status hcp_plan_replay(const hcp_plan *plan, const hcp_machine *machine,
     if (plan->limits.sync == HCP_SYNC_MICRO_BATCH) meet(plan, ranks);
     for (int32_t g = 0; g < batch->groups; g++)
       run(plan, machine, &plan->groups[batch->first_group + g], ranks);
+    run_idle(plan, machine, m, ranks);
   }
   return HCP_OK;
 }

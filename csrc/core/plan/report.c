@@ -91,6 +91,19 @@ static void meet(const hcp_plan *plan, hcp_rank_work *ranks) {
   for (int32_t r = 0; r < plan->limits.ranks; r++) ranks[r].end = end;
 }
 
+/* A rank without rows runs its model all the same. */
+static void idle(const hcp_plan *plan, int32_t m, hcp_rank_work *ranks) {
+  const hcp_micro_batch *batch = &plan->micro_batches[m];
+  int32_t next = 0;
+  for (int32_t g = 0; g <= batch->groups; g++) {
+    const hcp_group *group = &plan->groups[batch->first_group + g];
+    int32_t end = g < batch->groups ? group->first_rank : plan->limits.ranks;
+    for (; next < end; next++)
+      ranks[next].end += hcp__launches(&plan->limits, &plan->cost, next, 1);
+    if (g < batch->groups) next = group->first_rank + group->degree;
+  }
+}
+
 void hcp_plan_measure(const hcp_plan *plan, hcp_rank_work *ranks, hcp_plan_work *work) {
   *work = (hcp_plan_work){0};
   for (int32_t r = 0; r < plan->limits.ranks; r++) ranks[r] = (hcp_rank_work){0};
@@ -99,5 +112,7 @@ void hcp_plan_measure(const hcp_plan *plan, hcp_rank_work *ranks, hcp_plan_work 
     if (plan->limits.sync == HCP_SYNC_MICRO_BATCH) meet(plan, ranks);
     for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++)
       add_group(plan, &plan->groups[g], ranks, work);
+    if (plan->limits.sync == HCP_SYNC_STEP && plan->limits.pipeline.stages < 2)
+      idle(plan, m, ranks);
   }
 }

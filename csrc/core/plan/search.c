@@ -38,14 +38,34 @@ static int is_far(const search *s) {
   return s->makespan - s->p->bound > s->p->bound >> (hcp__is_few(s->p) ? 7 : 5);
 }
 
+/* What every rank launches in so many micro-batches, those in which it has no rows included. */
+static int64_t launches(const search *s, int32_t count) {
+  if (s->makespan == INT64_MAX || s->p->limits->sync != HCP_SYNC_STEP ||
+      s->p->limits->pipeline.stages > 1)
+    count = 1;
+  return hcp__launches(s->p->limits, s->p->cost, 0, count);
+}
+
+/* A problem without launches, for attempts that count those of all ranks beforehand. */
+typedef struct bare {
+  hcp__problem p;
+  hcp_cost cost;
+} bare;
+
+static void strip(bare *b, const hcp__problem *p) {
+  b->p = *p;
+  b->cost = *p->cost;
+  b->cost.launch = 0;
+  b->p.cost = &b->cost;
+}
+
 /* ---- lists ---- */
 
 static hcp_status try_list(search *s, int64_t target, int32_t nested, int64_t limit,
                            hcp_error *err) {
   hcp_status status =
       hcp__plan_list(s->p, target > 1 ? target : 1, nested, limit, 0, &s->blocks, err);
-  if (status == HCP_OK)
-    status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
+  if (status == HCP_OK) status = hcp__draft_by_start(&s->draft, &s->blocks, s->p, err);
   return status == HCP_OK ? hcp__search_judge(s, err) : status;
 }
 
@@ -59,7 +79,9 @@ static hcp_status try_lists(search *s, hcp_error *err) {
   count *= s->effort;
   if (count > TARGETS) count = TARGETS;
   for (int32_t i = 0; i < count && !is_done(s); i++) {
-    int64_t target = s->p->bound / TARGET_UNIT * targets[i] - s->p->cost->launch;
+    int64_t target = s->p->bound / TARGET_UNIT * targets[i];
+    target -=
+        targets[i] < TARGET_UNIT ? s->p->cost->launch : launches(s, s->best->micro_batch_count);
     for (int32_t nested = 0; nested < 1 + (i < nested_count * s->effort); nested++) {
       hcp_status status = try_list(s, target, nested, 0, err);
       if (status != HCP_OK) return status;
@@ -89,10 +111,10 @@ static hcp_status try_packed(search *s, hcp_error *err) {
 static hcp_status sharpen(search *s, hcp_error *err) {
   int32_t large = s->p->n >= LARGE;
   int32_t count = large ? LARGE_SHARPENINGS : SHARPENINGS * s->effort;
-  int64_t target = s->p->bound;
-  for (int32_t i = 0; i < count && !is_done(s) && target < s->makespan; i++) {
-    target += target / (large ? LARGE_SHARPENING : SHARPENING);
-    hcp_status status = try_list(s, target - s->p->cost->launch, 0, 0, err);
+  int64_t beside = launches(s, s->best->micro_batch_count), target = s->p->bound - beside;
+  for (int32_t i = 0; i < count && !is_done(s) && target < s->makespan - beside; i++) {
+    target += (s->p->bound + target) / 2 / (large ? LARGE_SHARPENING : SHARPENING);
+    hcp_status status = try_list(s, target, 0, 0, err);
     if (status != HCP_OK) return status;
   }
   return HCP_OK;
@@ -100,21 +122,24 @@ static hcp_status sharpen(search *s, hcp_error *err) {
 
 /* ---- skylines ---- */
 
-static hcp_status try_skyline(search *s, int64_t target, int32_t widen, hcp_error *err) {
-  hcp_status status = hcp__plan_skyline(s->p, target, widen, &s->blocks, err);
-  if (status == HCP_OK)
-    status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
+static hcp_status try_skyline(search *s, const hcp__problem *p, int64_t target, int32_t widen,
+                              hcp_error *err) {
+  hcp_status status = hcp__plan_skyline(p, target, widen, &s->blocks, err);
+  if (status == HCP_OK) status = hcp__draft_by_start(&s->draft, &s->blocks, s->p, err);
   return status == HCP_OK ? hcp__search_judge(s, err) : status;
 }
 
 static hcp_status try_skylines(search *s, hcp_error *err) {
   static const int32_t above[SKYLINES] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26};
   int32_t parts = s->effort < 8 ? s->effort : 8; /* targets between two of these */
+  bare b;
+  strip(&b, s->p);
   for (int32_t i = 0; i < SKYLINES * parts && !is_done(s); i++)
     for (int32_t widen = 0; widen < 2; widen++) {
       int64_t unit = s->p->bound / 256, share = above[i / parts];
       int64_t target = s->p->bound + unit * share - unit / parts * (i % parts);
-      hcp_status status = try_skyline(s, target, widen, err);
+      target -= launches(s, s->best->micro_batch_count);
+      hcp_status status = try_skyline(s, &b.p, target > 1 ? target : 1, widen, err);
       if (status != HCP_OK) return status;
     }
   return HCP_OK;
@@ -140,16 +165,18 @@ static int32_t least_cut(const hcp__problem *p) {
 /* Targets that columns reach are cheap: they come down by a third of what is above the
  * bound, and by half of that after each one that was missed. Lists place the rest. */
 static hcp_status cut_columns(search *s, int32_t round, hcp_error *err) {
-  int64_t budget = COLUMNS, bound = s->p->bound, launch = s->p->cost->launch;
-  int32_t misses = 0, found, least = least_cut(s->p);
+  int64_t budget = COLUMNS, bound = s->p->bound;
+  int32_t misses = 0, found, least = least_cut(s->p), count = s->best->micro_batch_count;
+  bare b;
+  strip(&b, s->p);
   for (int32_t i = 0; i < CUTS && !is_done(s) && misses < MISSES && budget > 0; i++) {
     int64_t above = s->makespan - bound, target = bound + above - above / (3 << misses) - 1;
+    int64_t busy = hcp__most(1, target - launches(s, count));
     hcp_status status =
-        hcp__plan_columns(s->p, target, round, least, &budget, &s->blocks, &found, err);
-    if (status == HCP_OK && found)
-      status = hcp__plan_list(s->p, target - launch, 0, 0, 1, &s->blocks, err);
-    if (status == HCP_OK && found)
-      status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
+        hcp__plan_columns(&b.p, busy, round, least, &budget, &s->blocks, &found, err);
+    if (status == HCP_OK && found) status = hcp__plan_list(&b.p, busy, 0, 0, 1, &s->blocks, err);
+    if (status == HCP_OK && found) status = hcp__draft_by_start(&s->draft, &s->blocks, s->p, err);
+    if (status == HCP_OK && found) count = s->draft.micro_batch_count;
     if (status == HCP_OK && found) status = hcp__search_judge(s, err);
     if (status != HCP_OK) return status;
     misses += s->makespan > target;

@@ -446,12 +446,14 @@ hcp_status hcp_group_chunks(const hcp_plan *plan, int32_t micro_batch, int32_t r
                             int64_t *chunks, hcp_error *err);
 
 /* What a rank does in a step. A group starts when all of its ranks are free, or when all ranks are,
- * under HCP_SYNC_MICRO_BATCH. Times are those of one stage that never waits for its neighbours. */
+ * under HCP_SYNC_MICRO_BATCH. Under HCP_SYNC_STEP, without a pipeline, a rank takes launch for each
+ * micro-batch in which it is in no group. Times are those of one stage that never waits for its
+ * neighbours. */
 typedef struct hcp_rank_work {
   int64_t rows; /* of all micro-batches, without padding */
   int64_t bytes; /* the most of a micro-batch, by the plan's memory */
   int64_t busy; /* time of its groups */
-  int64_t end; /* of its last group */
+  int64_t end; /* of its last micro-batch */
 } hcp_rank_work;
 
 typedef struct hcp_plan_work {
