@@ -7,6 +7,7 @@
  *   list.c, columns.c, skyline.c   attempts where ranks meet at the end of the step
  *   waves*.c    attempts in micro-batches of a height, for ranks in lockstep and others
  *   pipeline*.c split, order and time the micro-batches of a pipeline
+ *   balance.c   balances the single ranks that end a plan
  *   report.c    measures what a plan gives its ranks; replay.c runs it on a machine
  *
  * Words:
@@ -353,6 +354,9 @@ hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
  * may be stacked already, one a block, by hcp__plan_columns for launch and target. */
 hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
                           int64_t limit, int32_t stacked, hcp__blocks *blocks, hcp_error *err);
+
+/* Balances the ranks that end the best plan with groups of their own (balance.c). */
+hcp_status hcp__balance(hcp__search *search, hcp_error *err);
 
 /* Sequences that may stand in columns. */
 enum { HCP_COLUMNS_MAX = 256 };

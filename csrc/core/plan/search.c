@@ -208,7 +208,7 @@ static hcp_status try_all(search *s, hcp_error *err) {
     status = try_skylines(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */
   if (status == HCP_OK && is_far(s) && s->p->n < LARGE) status = hcp__search_waves(s, err);
-  return status;
+  return status == HCP_OK ? hcp__balance(s, err) : status;
 }
 
 hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, hcp__draft *draft,
