@@ -22,6 +22,9 @@ PACKED_SECTIONS: tuple[tuple[str, int], ...]
 BLOCK_SECTIONS: tuple[tuple[str, int], ...]
 PACKED_SIZES: tuple[str, ...]
 SCHEDULE_SIZES: tuple[str, ...]
+SIGNALS: dict[str, int]
+SIGNAL_FAILURE: tuple[str, ...]
+WATCH: tuple[str, ...]
 PRICES: tuple[str, ...]
 LIMITS: tuple[str, ...]
 LIMIT_LISTS: tuple[str, ...]
@@ -47,6 +50,7 @@ def read_table(
 def read_schedule(
     words: Buffer, /
 ) -> tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]: ...
+def signal_tag(word: int, /) -> int: ...
 def launches(words: Buffer, packs: bool, waiting: int) -> memoryview: ...
 def join_entries(
     entries: Buffer, packs: bool, query_runs: Buffer = ..., key_runs: Buffer = ...

@@ -28,7 +28,8 @@ __global__ void end_exchange(hcp_watch *watch, uint64_t number,
   if (acquired(&watch->aborted) != 0) __trap();
   for (int32_t i = 0; i < stamps.n; ++i) {
     const hcp_stamp &stamp = stamps.stamp[i];
-    if (*stamp.word != stamp.value) report(&watch->other, 2, stamp.peer, stamp.value, *stamp.word);
+    if (*stamp.word != stamp.value)
+      report(&watch->other, HCP_OTHER_CALL, stamp.peer, stamp.value, *stamp.word);
   }
   if (number != 0) release(&watch->ended, number);
 }

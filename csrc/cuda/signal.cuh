@@ -70,8 +70,8 @@ static __device__ inline int64_t nanoseconds() {
 static __device__ inline void report(hcp_signal_failure *failure, int64_t kind, int64_t peer,
                                      uint64_t expected, uint64_t found) {
   unsigned long long *claim = (unsigned long long *)&failure->kind;
-  if (atomicCAS(claim, 0ULL, ~0ULL) != 0) {
-    while (*(volatile int64_t *)&failure->kind == -1) {
+  if (atomicCAS(claim, 0ULL, (unsigned long long)(int64_t)HCP_BEING_WRITTEN) != 0) {
+    while (*(volatile int64_t *)&failure->kind == HCP_BEING_WRITTEN) {
     }
     __trap();
   }
@@ -95,10 +95,10 @@ static __device__ inline void wait_for(const carried_awaited &awaited, int32_t n
   uint64_t found = acquired(signal.word + word);
   while (hcp_signal_is_behind(found, expected)) {
     if (nanoseconds() - start > awaited.timeout_ns)
-      report(awaited.failure, 1, signal.peer, expected, found);
+      report(awaited.failure, HCP_LATE, signal.peer, expected, found);
     found = acquired(signal.word + word);
   }
-  if (found != expected) report(awaited.failure, 2, signal.peer, expected, found);
+  if (found != expected) report(awaited.failure, HCP_OTHER_CALL, signal.peer, expected, found);
 }
 
 /* One exchange more, by all threads of a block: nobody else looks at these counts meanwhile. */

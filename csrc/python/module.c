@@ -320,6 +320,7 @@ static int execute(PyObject *module) {
                                              hcp_py_add_prices,
                                              hcp_py_add_table,
                                              hcp_py_add_launches,
+                                             hcp_py_add_link,
                                              hcp_py_add_grid,
                                              hcp_py_add_slots,
                                              hcp_py_add_structure,

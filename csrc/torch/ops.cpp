@@ -21,7 +21,8 @@ static void wait_for(const hcp_awaited &awaited, const hcp_signal &signal, int32
     std::this_thread::yield();
   }
   if (found == expected) return;
-  *awaited.failure = {hcp_signal_is_behind(found, expected) ? 1 : 2, signal.peer, expected, found};
+  *awaited.failure = {hcp_signal_is_behind(found, expected) ? HCP_LATE : HCP_OTHER_CALL,
+                      signal.peer, expected, found};
   refuse("the signal of rank ", signal.peer, " is ", found, ", expected ", expected);
 }
 

@@ -28,9 +28,6 @@ inline Counts counts_of(const Tensor &counts, const Name &like_name, const Tenso
   return {static_cast<uint64_t *>(counts.mutable_data_ptr()), counts.size(0)};
 }
 
-// The tag of "they have been read".
-constexpr int64_t READ_TAG = 0;
-
 inline hcp_signals counted(const Signals &signals, const Counts &counts, int64_t tag) {
   return {signals.data, signals.n, counts.data, static_cast<uint32_t>(tag)};
 }
@@ -93,7 +90,7 @@ struct Staging {
   template <class Device>
   void queue(const Device &device, const Exchange &exchange) const {
     hcp_sum staged = sum.sum();
-    device.stage(&staged, sum.out, exchange.awaited(before, READ_TAG, given[0]),
+    device.stage(&staged, sum.out, exchange.awaited(before, HCP_READ_TAG, given[0]),
                  counted(after, exchange.counts, exchange.tag), progress);
   }
 };
@@ -138,7 +135,7 @@ struct Reading {
     hcp_staged staged = {exchange.awaited(before, exchange.tag, given[0]),
                          static_cast<int32_t>(next), static_cast<int32_t>(own),
                          sum.summands.rows.data()};
-    device.read(&read, sum.out, &staged, counted(after, exchange.counts, READ_TAG), progress);
+    device.read(&read, sum.out, &staged, counted(after, exchange.counts, HCP_READ_TAG), progress);
   }
 };
 

@@ -21,7 +21,8 @@ from hcp import _core
 from hcp._ranges import ranged
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.layout import tensor_of
-from hcp.exchange.peer import HALVES, PeerMemory
+from hcp.exchange.peer import PeerMemory
+from hcp.exchange.signals import HALVES
 from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.transport import flat_rows, row_bytes_of
 

@@ -6,7 +6,6 @@ watchdog does not see these exchanges, so a thread of the transport watches them
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import threading
@@ -25,6 +24,7 @@ import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import CallKind, Recent, Stamp, header_of
+from hcp.exchange.signals import OTHER_CALL, Watch, words_for
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import TorchTransport, copy_to_self
 from hcp.exchange.transport import Pending, flat_rows, row_bytes_of
@@ -167,11 +167,11 @@ class NcclTransport(TorchTransport):
 
     def other(self) -> HcpError | None:
         """The error of an exchange whose rows came with another stamp than the call's."""
-        kind, peer, expected, found = self._watch.other()
-        return (
-            self.failure_messages.differing(self._recent, peer, expected, found)
-            if kind > 0
-            else None
+        other = self._watch.words.other
+        if other.kind != OTHER_CALL:
+            return None
+        return self.failure_messages.differing(
+            self._recent, other.peer, other.expected, other.found
         )
 
     def failed_elsewhere(self) -> HcpError | None:
@@ -315,11 +315,9 @@ class _Watch:
     def __init__(self, timeout: float, transport: weakref.ref[_Watched]) -> None:
         self._timeout, self._transport = timeout, transport
         self.timeout_ns = int(timeout * 1e9)
-        self.memory = torch.zeros(6, dtype=torch.int64, device="cpu").pin_memory()
-        """hcp_watch: the number of the last exchange that ended, whether exchanges are aborted, and
-        the first failure of a stamp."""
+        self.memory = words_for(Watch).pin_memory()
         # Without torch: a thread that waits for the GIL in C++ ends the process when Python ends.
-        self._words = (ctypes.c_int64 * 6).from_address(self.memory.data_ptr())
+        self.words = Watch.from_address(self.memory.data_ptr())
         self._pending: deque[_Exchange] = deque()
         self._number = _UNWATCHED
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
@@ -334,17 +332,13 @@ class _Watch:
         deadline = time.monotonic() + self._timeout
         self._pending.append(_Exchange(self._number, deadline, peers))
 
-    def other(self) -> tuple[int, ...]:
-        """hcp_signal_failure of a stamp: its kind is 0 while none has differed."""
-        return tuple(self._words[2:])
-
     def stop_device(self) -> None:
         """Let the end of an exchange stop the device from now on: its rows may be missing."""
-        self._words[1] = 1
+        self.words.aborted = 1
 
     def _run(self) -> None:
         while (transport := self._transport()) is not None and transport.is_open:
-            if self._words[2] > 0:  # as where one is late
+            if self.words.other.kind == OTHER_CALL:  # as where one is late
                 _say(_patiently(transport.other, None))
                 self._end_unless_stopped(transport)
                 return
@@ -353,7 +347,7 @@ class _Watch:
                 _say(elsewhere)
                 self._end_unless_stopped(transport)
                 return
-            ended = self._words[0]
+            ended = self.words.ended
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()
             if self._pending and time.monotonic() > self._pending[0].deadline + transport.grace:

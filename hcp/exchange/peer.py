@@ -10,7 +10,6 @@ What is no layer's work (batches, agreement) travels by torch.distributed, see T
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,25 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp import _core
 from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange import agreement
 from hcp.exchange.agreement import Recent, Stamp
+from hcp.exchange.signals import HALVES, LATE, OTHER_CALL, PIECES, SignalFailure, words_for
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
 
-HALVES = 2
-"""Exchanges that may be under way at once: the next is staged while the last is read."""
-_PAGE = 4096
-PIECES = 16
-"""Words of a signal, as HCP_PIECES: rows are read piece by piece while more are staged."""
+_PAGE = _core.SIGNALS["PAGE_BYTES"]
+_STAGED, _READ = _core.SIGNALS["STAGED"], _core.SIGNALS["READ"]
 _WORD_BYTES = 8
-
-_STAGED, _READ = 0, 1
-"""Kinds of signals."""
-_LATE, _OTHER = 1, 2
-"""Kinds of failures, as hcp_signal_failure has them."""
 
 BUFFER_BYTES = 2**30
 """Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
@@ -130,14 +123,14 @@ class PeerMemory:
         failure_messages: FailureMessages | None = None,
     ) -> None:
         """``bases``: where each rank's memory lies here; 0: it is not mapped. ``view``: of a rank's
-        memory, of some shape and dtype, from an element on. ``failure``: int64 (4,), see
-        hcp_signal_failure. ``stream``: a cudaStream_t of the device, which reads.
+        memory, of some shape and dtype, from an element on. ``failure``: the words of a
+        SignalFailure. ``stream``: a cudaStream_t of the device, which reads.
         ``failure_messages``: where ranks say in words what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
         self.half_bytes = _half_bytes(buffer_bytes)
         self._failure = failure
-        self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
+        self._failed = SignalFailure.from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
         self.progress = torch.zeros(HALVES + 1, PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each half: staged for it, then read from it. Kernels
@@ -165,16 +158,17 @@ class PeerMemory:
 
     def failure(self) -> HcpError | None:
         """The error of an exchange that has failed. It calls nothing of the device."""
-        kind, peer, expected, found = self._failed
-        if kind == _LATE:
+        failed = self._failed
+        if failed.kind == LATE:
             return HcpError(
-                f"rank {self.rank}: rank {peer} has not come to an exchange of keys and values "
-                f"within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
-                f"message says why{self._said(peer)}",
+                f"rank {self.rank}: rank {failed.peer} has not come to an exchange of keys and "
+                f"values within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
+                f"message says why{self._said(failed.peer)}",
                 code="rank-late",
             )
-        if kind == _OTHER:
-            return self._differing(peer, expected % 2**32, found % 2**32)
+        if failed.kind == OTHER_CALL:
+            expected, found = map(_core.signal_tag, (failed.expected, failed.found))
+            return self._differing(failed.peer, expected, found)
         return None
 
     def _said(self, peer: int) -> str:
@@ -500,7 +494,7 @@ def symmetric_memory(
         transport.rank,
         bases,
         view,
-        torch.zeros(4, dtype=torch.int64, device="cpu").pin_memory(),
+        words_for(SignalFailure).pin_memory(),
         device=transport.device,
         stream=stream.cuda_stream,
         buffer_bytes=buffer_bytes,

@@ -14,7 +14,7 @@ from hcp.attention.key_transfer import ReadKeys, cut, rotated_back, sum_gradient
 from hcp.attention.operator import Arguments, BackwardArguments
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import CallKind, Stamp
-from hcp.exchange.peer import PIECES
+from hcp.exchange.signals import PIECES
 
 layer = torch.ops.hcp
 

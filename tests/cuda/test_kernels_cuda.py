@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.exchange.peer import PIECES
+from hcp.exchange.signals import PIECES
 
 pytestmark = [
     pytest.mark.cuda,

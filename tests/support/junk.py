@@ -22,7 +22,7 @@ from torch import Tensor
 
 import hcp
 import hcp.attention.operator
-from hcp.exchange.peer import PIECES
+from hcp.exchange.signals import PIECES
 from hcp.exchange.tables import schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)

@@ -229,7 +229,26 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
  *
  * Each rank keeps its counts in its own device's memory, where kernels take and raise
  * them: a launch that is replayed counts on by itself. signal.h has the arithmetic. */
-#define HCP_PIECES 16
+
+/* X(name, value): the numbers of signals and of the memory in which they lie, for the host, for
+ * devices, and for Python, which reads them as hcp._core.SIGNALS. */
+#define HCP_SIGNAL_NUMBERS(X)                                                                     \
+  X(HALVES, 2)          /* of each rank's memory: one exchange is staged while another is read */ \
+  X(PIECES, 16)         /* of the rows of an exchange, and words of a signal */                   \
+  X(PAGE_BYTES, 4096)   /* halves and mailboxes begin at a multiple of it */                      \
+  X(STAGED, 0)          /* kinds of signals: rows have been staged, */                            \
+  X(READ, 1)            /* and have been read */                                                  \
+  X(KINDS, 2)           /* of signals */                                                          \
+  X(READ_TAG, 0)        /* the tag of "they have been read" */                                    \
+  X(LATE, 1)            /* kinds of failures: a signal has not come in time, */                   \
+  X(OTHER_CALL, 2)      /* or has come with the tag of another call than the one expected, */     \
+  X(BEING_WRITTEN, -1)  /* or the failure is being written */
+
+enum {
+#define HCP_SIGNAL_ENUM(name, value) HCP_##name = (value),
+  HCP_SIGNAL_NUMBERS(HCP_SIGNAL_ENUM)
+#undef HCP_SIGNAL_ENUM
+};
 
 typedef struct hcp_signal {
   uint64_t *word; /* the first */
@@ -241,11 +260,14 @@ typedef struct hcp_signal {
 #define HCP_CUDA_SIGNALS_MAX 128
 
 /* The first thing that a waiting kernel found wrong, in host memory that the device
- * reaches. kind is 0 until then. */
+ * reaches: X(type, name). kind is 0 until then, else LATE, OTHER_CALL or BEING_WRITTEN. Of the
+ * words, see hcp_signal_tag. */
+#define HCP_SIGNAL_FAILURE(X) \
+  X(int64_t, kind) X(int64_t, peer) X(uint64_t, expected) X(uint64_t, found)
+
 typedef struct hcp_signal_failure {
-  int64_t kind; /* 1: late, 2: another call than the one expected, -1: being written */
-  int64_t peer;
-  uint64_t expected, found;
+#define HCP_FIELD(type, name) type name;
+  HCP_SIGNAL_FAILURE(HCP_FIELD)
 } hcp_signal_failure;
 
 /* Signals of one tag: they count in the launches' order, which is one on all streams. */
@@ -296,11 +318,14 @@ hcp_status hcp_cuda_read(const hcp_sum *sum, hcp_column out, const hcp_staged *s
                          hcp_signals read, uint32_t *progress, void *stream, hcp_error *err);
 
 /* Words by which a thread of the host and the device tell each other of exchanges that
- * others carry, in host memory that the device reaches. */
+ * others carry, in host memory that the device reaches: X(type, name). `ended` is the number of the
+ * last exchange that has; the host sets `aborted` before it ends what hangs, without its rows;
+ * `other` is of kind OTHER_CALL: a peer whose stamp is not the one expected. */
+#define HCP_WATCH(X) X(uint64_t, ended) X(uint64_t, aborted) X(hcp_signal_failure, other)
+
 typedef struct hcp_watch {
-  uint64_t ended;   /* the number of the last exchange that has */
-  uint64_t aborted; /* set by the host before it ends what hangs, without its rows */
-  hcp_signal_failure other; /* of kind 2: a peer whose stamp is not the one expected */
+  HCP_WATCH(HCP_FIELD)
+#undef HCP_FIELD
 } hcp_watch;
 
 /* A word of the device that came with a peer's rows, and the value expected there. */

@@ -24,6 +24,8 @@
 /* A word: the lower 32 bits of a count, then the tag. */
 HCP_INLINE uint64_t hcp_signal_word(uint64_t count, uint32_t tag) { return count << 32 | tag; }
 
+HCP_INLINE uint32_t hcp_signal_tag(uint64_t word) { return (uint32_t)word; }
+
 /* The word that a signal is set to, once it has counted. */
 HCP_INLINE uint64_t hcp_signal_told(const uint64_t *counts, int64_t place, uint32_t tag) {
   return hcp_signal_word(counts[place], tag);
