@@ -271,7 +271,7 @@ $(WITH)%: pyproject.toml hcp/_versions.py $(if $(filter newest,$(EDGE)),FORCE) |
 
 # ---- Checks --------------------------------------------------------------------------------------
 
-C_FILES       = $(wildcard csrc/core/*.c csrc/core/plan/*.c csrc/bounds/*.c csrc/cpu/*.c csrc/nccl/*.c csrc/python/*.c)
+C_FILES       = $(wildcard csrc/core/*.c csrc/core/plan/*.c csrc/bounds/*.c csrc/cpu/*.c csrc/exchange/*.c csrc/nccl/*.c csrc/python/*.c)
 FORMATTED     = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Left out: what asks for Annex K, unsigned types all over, no uintptr_t and no x != x, and the paths
 # that the analyzer misreads because hcp__fail, which gives back its status, is in another file.
@@ -307,7 +307,7 @@ lint: $(READY) $(WITH)check
 	printf '%s\n' $(C_FILES) | xargs -P $(WORKERS) -I FILE $(VENV)/bin/clang-tidy --quiet \
 	  --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' FILE -- $(CLANG_FLAGS)
 	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
-	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/bounds csrc/cpu csrc/nccl
+	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/bounds csrc/cpu csrc/exchange csrc/nccl
 
 clean:
 	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) $(NOTE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Builds the two libraries of hcp. What is not about building stands in pyproject.toml.
 
     hcp/_core.abi3.so   csrc/core + bounds       C11 on CPython's limited API, no torch
-                        + python
+                        + exchange + python
     hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python;
                         + cuda, nccl where nvcc  CUDA's runtime linked in, its driver not needed;
                         is                       NCCL is found in the process at run time
@@ -64,7 +64,7 @@ def sources(*folders: str) -> list[str]:
 
 
 LIBRARIES = [
-    Extension("hcp._core", sources("core", "bounds", "python"), py_limited_api=True),
+    Extension("hcp._core", sources("core", "bounds", "exchange", "python"), py_limited_api=True),
     Extension("hcp._ops", sources("core", "cpu", "cuda", "nccl", "torch"), py_limited_api=True),
 ]
 
@@ -186,6 +186,7 @@ class Toolchain:
             "core": C_FLAGS,
             "bounds": C_FLAGS,
             "cpu": C_FLAGS,
+            "exchange": C_FLAGS,
             "nccl": C_FLAGS,
             "python": [
                 *C_FLAGS,
@@ -253,7 +254,7 @@ class Toolchain:
 def core_hash() -> str:
     """Of what plans and tables are made by: ranks whose cores differ must not meet."""
     digest = hashlib.sha256()
-    for folder in ("core", "include/hcp"):
+    for folder in ("core", "exchange", "include/hcp"):
         for path in sorted(Path("csrc", folder).rglob("*.[ch]")):
             digest.update(str(path).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -35,6 +35,7 @@ from torch import Tensor
 
 import hcp
 from common.flags import JsonFile
+from hcp import _core
 from hcp.attention import kernels
 from hcp.attention.kernels import (
     Attended,
@@ -47,13 +48,15 @@ from hcp.attention.kernels import (
 )
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.gather import Gathered
-from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
+from hcp.exchange.peer import PeerMemory, PeerShared
+from hcp.exchange.signals import PIECES
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.torch_p2p import Stamps
 from hcp.exchange.transport import Pending, Share, register
 from hcp.tools.loopback import gathered_of
 
 ROWS, HEADS, HEAD_DIM = 16, 8, 8
+SIGNAL_BYTES = 8 * PIECES
 CALLS = 10
 FAMILY = "results that are there"
 
@@ -100,22 +103,16 @@ class _Ended:
         pass
 
 
-class _Own(PeerMemory):
-    """PeerMemory in which the peers' signals are this rank's own."""
-
-    def _word(self, owner: int, writer: int, kind: int, half: int) -> int:
-        peer = owner + writer - self.rank
-        return super()._word(self.rank, peer, kind, half)
-
-
 class ReadAtOnce(AtOnce):
-    """A transport that reads its own memory in place of the peers'."""
+    """A transport that reads its own memory in place of the peers'.
+
+    Bases are shifted, so that a word for a peer is the one that this rank waits for."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(rank, size, device)
         self.node = range(size)
         buffer_bytes = 2**22
-        memory = torch.zeros(memory_bytes(size, buffer_bytes), dtype=torch.uint8, device=device)
+        memory = torch.zeros(_core.link_bytes(size, buffer_bytes), dtype=torch.uint8, device=device)
 
         def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> Tensor:
             return memory.view(dtype)[start : start + shape[0] * shape[1]].view(shape)
@@ -123,9 +120,9 @@ class ReadAtOnce(AtOnce):
         failure = torch.zeros(4, dtype=torch.int64)
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
-        self._peers_memory = _Own(
+        self._peers_memory = PeerMemory(
             rank,
-            [memory.data_ptr()] * size,
+            [memory.data_ptr() + (peer - rank) * SIGNAL_BYTES for peer in range(size)],
             view,
             failure.pin_memory() if cuda else failure,
             device=device,

@@ -23,14 +23,13 @@ from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange import agreement
 from hcp.exchange.agreement import Recent, Stamp
+from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import HALVES, LATE, OTHER_CALL, PIECES, SignalFailure, words_for
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
 
-_PAGE = _core.SIGNALS["PAGE_BYTES"]
-_STAGED, _READ = _core.SIGNALS["STAGED"], _core.SIGNALS["READ"]
-_WORD_BYTES = 8
+_FREE, _FILLED, _FULL, _DONE = range(len(_core.LINK_SIGNALS))
 
 BUFFER_BYTES = 2**30
 """Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
@@ -101,9 +100,7 @@ def placed(peers: Iterable[int], half: int) -> Places:
 class PeerMemory:
     """One rank's end of memory that ranks have mapped: what is staged where, and the signals.
 
-    A rank's memory begins with the words that its peers write, as many for each signal as a half
-    has pieces: for each half, what each peer has staged for it, then what each peer has read from
-    it. The halves follow.
+    ``csrc/include/hcp/link.h`` says where words and halves lie.
     """
 
     _MOST = 4096
@@ -126,16 +123,18 @@ class PeerMemory:
         memory, of some shape and dtype, from an element on. ``failure``: the words of a
         SignalFailure. ``stream``: a cudaStream_t of the device, which reads.
         ``failure_messages``: where ranks say in words what has stopped their devices."""
-        self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
+        self.rank, self._view, self._stream = rank, view, stream
         self._timeout_ns = int(timeout * 1e9)
-        self.half_bytes = _half_bytes(buffer_bytes)
+        self._link = _core.Link(rank, bases, buffer_bytes)
+        self.half_bytes = self._link.half_bytes
+        self._mapped = tuple(peer for peer, base in enumerate(bases) if base)
         self._failure = failure
         self._failed = SignalFailure.from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
         self.progress = torch.zeros(HALVES + 1, PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each half: staged for it, then read from it. Kernels
         # count, in the order in which they run: those that a graph replays count on.
-        self._counts = torch.zeros(2 * HALVES * len(bases), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(self._link.counts, dtype=torch.int64, device=device)
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
         self._recent, self._failure_messages = Recent(rank), failure_messages
@@ -205,20 +204,13 @@ class PeerMemory:
         return columns
 
     def _rows(self, rank: int, half: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        used = rows * width * dtype.itemsize
-        if used > self.half_bytes:
-            raise ValueError(
-                f"an exchange stages {used} bytes ({rows} rows of {width} {dtype}), expected "
-                f"<= {self.half_bytes}: build the process groups with "
-                f"peer_buffer_bytes={HALVES * used} or more"
-            )
         return self.rows_at(rank, half, 0, rows, width, dtype)
 
     def rows_at(
         self, rank: int, half: int, start: int, rows: int, width: int, dtype: torch.dtype
     ) -> Tensor:
         """View rows of a rank's half, from byte ``start`` on."""
-        begin = _words_bytes(len(self._bases)) + half * self.half_bytes + start
+        begin = self._link.rows(half, rows, width * dtype.itemsize) + start
         return self._view(rank, (rows, width), dtype, begin // dtype.itemsize)
 
     # ---- signals ----
@@ -226,61 +218,32 @@ class PeerMemory:
     def read_by(self, half: int, readers: tuple[int, ...] | None = None) -> Tensor:
         """Signals of these, or of everybody who may have been a reader of this half: it has been
         read."""
-        if readers is None:
-            readers = tuple(peer for peer, base in enumerate(self._bases) if base)
-        return self._signals_of(_READ, placed(readers, half), _STAGED, to=False)
+        return self._signals_of(_FREE, placed(self._mapped if readers is None else readers, half))
 
     def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the half is filled once more."""
-        return self._signals_of(_STAGED, placed(readers, half), _STAGED, to=True, adds_one=True)
+        return self._signals_of(_FILLED, placed(readers, half))
 
     def staged_by(self, owners: Places, met: frozenset[int]) -> Tensor:
         """Signals of these ranks that they have filled their halves: once more, or as the exchange
         has counted already for those that it has ``met``."""
-        return self._signals_of(_STAGED, owners, _READ, to=False, adds_one=True, met=met)
+        return self._signals_of(_FULL, owners, met)
 
     def read_of(self, owners: Places) -> Tensor:
         """Signals to these ranks that their halves have been read."""
-        return self._signals_of(_READ, owners, _READ, to=True)
+        return self._signals_of(_DONE, owners)
 
-    def _signals_of(
-        self,
-        kind: int,
-        places: Places,
-        counted_as: int,
-        *,
-        to: bool,
-        adds_one: bool = False,
-        met: frozenset[int] = frozenset(),
-    ) -> Tensor:
-        """int64 (places, 4) of hcp_signal: (word, place of its count, peer, whether it counts one
-        more), of signals to these peers or from them; the operators count. ``counted_as``: of
-        exchanges that are _STAGED for the peer, or _READ from it. ``adds_one``: one more, unless
-        the peer is ``met``."""
-        key = (kind, places, to, met)
+    def _signals_of(self, which: int, places: Places, met: frozenset[int] = frozenset()) -> Tensor:
+        """int64 (places, 4) of hcp_signal."""
+        key = (which, places, met)
         signals = self._signals.get(key)
         if signals is None:
             if len(self._signals) == self._MOST:
                 self._signals.clear()
-            records = [
-                (
-                    self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, half),
-                    self._place(counted_as, half, peer),
-                    peer,
-                    int(adds_one and peer not in met),
-                )
-                for peer, half in places
-            ]
-            signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 4)
+            words = [word for peer, half in places for word in (peer, half, int(peer in met))]
+            signals = tensor_of(self._link.signals(which, words), torch.int64).view(-1, 4)
             self._signals[key] = signals
         return signals
-
-    def _word(self, owner: int, writer: int, kind: int, half: int) -> int:
-        """Address of the first word of a signal."""
-        return int(self._bases[owner]) + _signal_bytes(self._place(kind, half, writer))
-
-    def _place(self, kind: int, half: int, peer: int) -> int:
-        return (kind * HALVES + half) * len(self._bases) + peer
 
     # ---- work ----
 
@@ -452,23 +415,6 @@ class PeerReading:
             self._peers_memory.join(self._rows)
 
 
-def _half_bytes(buffer_bytes: int) -> int:
-    return buffer_bytes // HALVES // _PAGE * _PAGE
-
-
-def _signal_bytes(signals: int) -> int:
-    return signals * PIECES * _WORD_BYTES
-
-
-def _words_bytes(size: int) -> int:
-    return -(-_signal_bytes(2 * HALVES * size) // _PAGE) * _PAGE
-
-
-def memory_bytes(size: int, buffer_bytes: int) -> int:
-    """The memory that each of ``size`` ranks needs in all."""
-    return _words_bytes(size) + HALVES * _half_bytes(buffer_bytes)
-
-
 def symmetric_memory(
     transport: TorchTransport,
     group: dist.ProcessGroup,
@@ -480,7 +426,9 @@ def symmetric_memory(
     """Allocate memory that the ranks of a group map: the tensor, which lives as long as it is used,
     and this rank's end. ``group``: the transport's, or some ranks of it, which all call this.
     Ranks are named as the transport does."""
-    tensor, handle = _symmetric(memory_bytes(transport.size, buffer_bytes), transport.device, group)
+    tensor, handle = _symmetric(
+        _core.link_bytes(transport.size, buffer_bytes), transport.device, group
+    )
     members = [transport.global_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
     bases = [0] * transport.size
     for rank, base in zip(members, handle.buffer_ptrs, strict=True):

@@ -17,8 +17,9 @@ import torch
 from support.graphs import FixedLayer, difference, layer_of_plan, plans_of_rows
 
 import hcp
+from hcp import _core
 from hcp.exchange.agreement import CallKind, Stamp
-from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
+from hcp.exchange.peer import PeerMemory, PeerShared
 from hcp.exchange.tables import PeerRead
 from hcp.exchange.transport import Share
 
@@ -121,7 +122,7 @@ class TwoRanks:
     """Two ranks of one process. Each has a stream that stages and one that reads."""
 
     def __init__(self, rows: int, timeout: float = 20.0) -> None:
-        size = memory_bytes(RANKS, BUFFER_BYTES)
+        size = _core.link_bytes(RANKS, BUFFER_BYTES)
         memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS)]
 
         def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:

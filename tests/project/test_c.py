@@ -17,7 +17,7 @@ import pytest
 from support import planning
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "bounds", "cpu", "nccl")
+FOLDERS = ("core", "bounds", "cpu", "exchange", "nccl")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/**/*.c"))
 CORE = sorted([*ROOT.glob("csrc/core/**/*.c"), *ROOT.glob("csrc/bounds/*.c")])
 TESTS = sorted(ROOT.glob("tests/c/test_*.c"))

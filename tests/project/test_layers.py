@@ -3,7 +3,7 @@
 integrations, demo, cli, tools
 hcp
 csrc/python, csrc/torch
-csrc/bounds, csrc/cpu, csrc/cuda, csrc/nccl
+csrc/bounds, csrc/cpu, csrc/cuda, csrc/exchange, csrc/nccl
 csrc/core
 """
 
@@ -108,13 +108,18 @@ def test_cpu_kernels_include_only_plain_c_the_contracts_and_the_error_helper() -
     assert unexpected("cpu", PLAIN, r"hcp/(hcp|kernels|index|merging|fail)\.h") == {}
 
 
+def test_links_include_only_plain_c_the_core_and_the_contract() -> None:
+    assert unexpected("exchange", PLAIN, r"core/internal\.h", r"hcp/link\.h") == {}
+
+
 def test_public_headers_include_only_plain_c_and_each_other() -> None:
     assert unexpected("include/hcp", PLAIN, r"hcp/\w+\.h") == {}
 
 
 def test_python_glue_includes_only_python_plain_c_a_clock_and_the_contract() -> None:
     clock = r"time\.h"  # by which a search asks for signals now and then
-    assert unexpected("python", PLAIN, r"Python\.h", r"hcp/hcp\.h", clock) == {}
+    contracts = r"hcp/(hcp|link|signal)\.h"
+    assert unexpected("python", PLAIN, r"Python\.h", contracts, clock) == {}
 
 
 def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contracts() -> None:
@@ -178,7 +183,7 @@ def borrowed(folder: str, objects: Path) -> set[str]:
     return {name for table in tables for kind, name in table if kind in "Uw"} - defined
 
 
-@pytest.mark.parametrize("folder", ["core", "bounds", "cpu"])
+@pytest.mark.parametrize("folder", ["core", "bounds", "cpu", "exchange"])
 def test_there_is_no_mutable_global(folder: str, objects: Path) -> None:
     found = {path.name: mutable(path, objects) for path in files(folder) if path.suffix == ".c"}
     assert {name: names for name, names in found.items() if names} == {}

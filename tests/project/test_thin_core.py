@@ -33,7 +33,6 @@ LOOPS = {
 TABLES = {
     "attention/kernels/flash_attn_4_compiled.py Results.__init__": "sizes of a library's results",
     "exchange/nccl.py NcclTransport._table": "moves without those to itself, for one operator",
-    "exchange/peer.py PeerMemory._signals_of": "addresses of signals in mapped memory",
 }
 """Functions of the core that make a tensor of records, or sum over rows, and why."""
 

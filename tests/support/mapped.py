@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hcp import _core
 from hcp.exchange.mixed import NodeMemory
-from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
+from hcp.exchange.peer import PeerMemory, PeerShared
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
@@ -67,7 +68,7 @@ class MappedTransport(LoopbackTransport):
     def _mapped(self, name: str) -> PeerMemory:
         with _creation:
             if not hasattr(self._world, name):
-                size = memory_bytes(self.size, self.buffer_bytes)
+                size = _core.link_bytes(self.size, self.buffer_bytes)
                 made = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.size)]
                 setattr(self._world, name, made)
         return memory_of(
@@ -135,7 +136,7 @@ class MixedGloo(TorchTransport):
         self.all_gather_bytes(b"", "mapped")
 
     def _file(self, folder: str, name: str, rank: int) -> torch.Tensor:
-        size = memory_bytes(self.size, self.BUFFER_BYTES)
+        size = _core.link_bytes(self.size, self.BUFFER_BYTES)
         path = Path(folder, f"{name} {rank}")
         with path.open("ab") as file:  # whoever is first makes it
             os.truncate(file.fileno(), size)
