@@ -64,20 +64,23 @@ class CallKind:
 class Stamp:
     """One call, or one pass of it."""
 
-    __slots__ = ("identity", "kind", "layer", "number", "passed", "tag")
+    __slots__ = ("kind", "layer", "number", "passed", "tag")
 
     def __init__(
         self, kind: CallKind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
     ) -> None:
         self.kind, self.number, self.passed = kind, number, passed
         self.layer = None if layer is None else str(layer)  # as operators take it
-        self.identity = kind.digest, number, passed, self.layer
-        """Equal for the same call and pass, and for no others."""
         mixed = kind.base + (4 * number + passed) * _NUMBER_FACTOR
         if self.layer is not None:
             mixed += (zlib.crc32(self.layer.encode()) + 1) * _LAYER_FACTOR
         self.tag = _FIRST_TAG + (mixed & _TAG_MASK)
         """The tag of messages and signals. Rows of different stamps never meet."""
+
+    @property
+    def identity(self) -> tuple[int, int, int, str | None]:
+        """Equal for the same call and pass, and for no others."""
+        return self.kind.digest, self.number, self.passed, self.layer
 
     def in_pass(self, passed: int) -> Stamp:
         """Stamp the same call in another pass."""

@@ -46,8 +46,11 @@ class CpuFlash:
         for tile in _tiles(launch):
             rows = [query[tile.queries], key[tile.keys], value[tile.keys]]
             parts.append(_cpu_flash(rows, tile, scale))
-        outs, sums = zip(*parts, strict=True)
-        return _end_to_end(outs)[..., :width], _end_to_end(sums)
+        if len(parts) == 1:
+            out, sums = parts[0]
+        else:
+            out, sums = map(torch.cat, zip(*parts, strict=True))
+        return out[..., :width], sums
 
     def backward(
         self, launch: Launch, grads: ResultGrads, attended: Attended, scale: float
@@ -74,13 +77,15 @@ class CpuFlash:
                 lse[q].transpose(0, 1).unsqueeze(0),
                 0.0,
                 tile.causal,
-                attn_mask=tile.mask(query),
+                attn_mask=tile.mask(query) if tile.masked else None,
                 scale=scale,
             )
             grads.append([grad.squeeze(0).transpose(0, 1) for grad in tile_grads])
         of_queries, of_keys, of_values = zip(*grads, strict=True)
+        if len(tiles) == 1:
+            return of_queries[0], of_keys[0], of_values[0]
         return (
-            _end_to_end(of_queries),
+            torch.cat(of_queries),
             _summed(tiles, of_keys, key),
             _summed(tiles, of_values, value),
         )
@@ -104,7 +109,11 @@ def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tenso
 
 def _run_cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_batched(rows), 0.0, tile.causal, attn_mask=tile.mask(rows[0]), scale=scale
+        *_batched(rows),
+        0.0,
+        tile.causal,
+        attn_mask=tile.mask(rows[0]) if tile.masked else None,
+        scale=scale,
     )
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
@@ -122,12 +131,11 @@ class _Tile(NamedTuple):
     low: int
     high: int
     causal: bool
-    full: bool
+    masked: bool
+    """Whether the kernel needs a mask: they see not all of these keys, and are not causal."""
 
-    def mask(self, like: Tensor) -> Tensor | None:
+    def mask(self, like: Tensor) -> Tensor:
         """The mask to add to the scores, (queries, keys), in the dtype of ``like``."""
-        if self.causal or self.full:
-            return None
         queries = torch.arange(self.queries.stop - self.queries.start, device="cpu")
         keys = torch.arange(self.keys.stop - self.keys.start, device="cpu")
         ahead = keys - queries.unsqueeze(1)
@@ -141,6 +149,14 @@ _TILE_ROWS = 64, 1024
 
 
 def _tiles(launch: Launch) -> list[_Tile]:
+    """The tiles of a launch, kept for all layers and both passes."""
+    tiles: list[_Tile] | None = launch.kept.get(__name__)
+    if tiles is None:
+        tiles = launch.kept[__name__] = _cut(launch)
+    return tiles
+
+
+def _cut(launch: Launch) -> list[_Tile]:
     """The whole entry if the kernel knows its mask, else tiles about as high as the band is wide.
     Lower tiles would be many, higher ones mostly masked."""
     (entry,) = launch.entries
@@ -149,7 +165,7 @@ def _tiles(launch: Launch) -> list[_Tile]:
     # Its causal mask is aligned top left, ours bottom right: the same in a square.
     causal = launch.window == (-1, 0) and rows == keys
     if full or causal:
-        return [_Tile(slice(0, rows), slice(0, keys), entry.low, entry.high, causal, full)]
+        return [_Tile(slice(0, rows), slice(0, keys), entry.low, entry.high, causal, False)]
     least, most = _TILE_ROWS
     step = max(least, min(entry.high - entry.low + 1, most))
     return [_tile(entry, row, min(row + step, rows)) for row in range(0, rows, step)]
@@ -160,18 +176,11 @@ def _tile(entry: Entry, begin: int, end: int) -> _Tile:
     ahead = keys.start - begin
     low, high = entry.low - ahead, entry.high - ahead
     full = low <= begin + 1 - end and high >= keys.stop - keys.start - 1
-    return _Tile(slice(begin, end), keys, low, high, False, full)
-
-
-def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts, without a copy if there is one part."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return _Tile(slice(begin, end), keys, low, high, False, not full)
 
 
 def _summed(tiles: Sequence[_Tile], grads: Sequence[Tensor], rows: Tensor) -> Tensor:
     """Gradients of keys that several tiles share, summed in float32 or wider."""
-    if len(tiles) == 1:
-        return grads[0]
     total = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
     for tile, grad in zip(tiles, grads, strict=True):
         total[tile.keys] += grad
