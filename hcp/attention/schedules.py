@@ -13,6 +13,7 @@ from hcp.attention import comm_types as comm
 from hcp.attention.checks import check_options, scale_of, window_of
 from hcp.attention.kernels import KernelChoice
 from hcp.attention.prepared import LayerOptions, Prepared, prepared_of
+from hcp.exchange.calls import HandlerPart
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport, read_in_place
@@ -178,6 +179,30 @@ class Schedules:
         prepared.numbers = self._numbers
         self._prepared.append(prepared)
         return words
+
+
+class CommChoices(HandlerPart):
+    """The comm types that layers use, and the bytes that they receive: ``cp.comm``."""
+
+    def __init__(self, schedules: Schedules) -> None:
+        self._schedules = schedules
+
+    @property
+    def choices(self) -> tuple[comm.CommChoice, ...]:
+        """The comm type that this rank's group uses for each one, mask and number of heads that
+        layers have named so far or that were prepared, each with the reason."""
+        return self._schedules.choices
+
+    @property
+    def default_type(self) -> str:
+        """The comm type of a layer that names none."""
+        return self._schedules.default
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that this rank receives in the forward of one attention layer: of the kind of layer
+        with the most so far, 0 before the first."""
+        return self._schedules.layer_bytes
 
 
 def _head_chunks(layout: Layout) -> int:

@@ -18,12 +18,11 @@ from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
 from hcp.attention.checks import window_of
-from hcp.attention.comm_choices import CommChoices
 from hcp.attention.cross import CrossAttention, CrossOptions
 from hcp.attention.options import AttentionOptions
 from hcp.attention.prepared import LayerCall, LayerOptions, Prepared, prepared_of
 from hcp.attention.scan import Scan
-from hcp.attention.schedules import Asked, Schedules
+from hcp.attention.schedules import Asked, CommChoices, Schedules
 from hcp.attention.sparse import SparseAttention
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms

@@ -418,7 +418,7 @@ def test_in_a_graph_that_is_captured_only_checked_kernels_compute(
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No memory of other tests' kernels."""
-    monkeypatch.setattr(auto, "_made", {})
+    monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(present, "_loaded", {})
     monkeypatch.setattr(auto, "_told", set())
     return monkeypatch

@@ -385,15 +385,21 @@ def families() -> list[str]:
     return list(FAMILIES)
 
 
+_loaded: dict[tuple[KernelFamily, torch.device], Sequence[Kernel]] = {}
+
+
 def kernels_of(name: str, device: torch.device) -> Sequence[Kernel]:
-    """A family's kernels for a device, the preferred one first.
+    """A family's kernels for a device, the preferred one first. Made once for all layers.
 
     Raises ValueError for a device that the family does not run on.
     """
     family = FAMILIES[name]
     if family.capability > (0, 0):
         _check_device(name, family, device)
-    return family.load()(device)
+    kernels = _loaded.get((family, device))
+    if kernels is None:  # of two threads that load them at once, both get the first one's
+        kernels = _loaded.setdefault((family, device), family.load()(device))
+    return kernels
 
 
 def _check_device(name: str, family: KernelFamily, device: torch.device) -> None:

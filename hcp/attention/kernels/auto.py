@@ -7,7 +7,6 @@ kernel takes the others' log-sum-exp, so forward and backward may use different 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -178,28 +177,19 @@ class Auto:
 
 # ---- a family's kernels for a device -------------------------------------------------------------
 
-_lock = threading.Lock()
-_made: dict[torch.device, Sequence[Kernel]] = {}
 _told: set[str] = set()
 
 
 def for_device(device: torch.device) -> Sequence[Kernel]:
     """The kernels of "auto". On a CPU they are those of "torch"."""
+    known = kernels_of("torch", device)
     if device.type != "cuda":
-        return kernels_of("torch", device)
-    with _lock:
-        if device not in _made:
-            _made[device] = _make(device)
-        return _made[device]
-
-
-def _make(device: torch.device) -> Sequence[Kernel]:
+        return known
     kernels, found = present(device)
     told = f"attention by 'auto' {explained(torch.cuda.get_device_capability(device), found)}"
     if told not in _told:
         _told.add(told)
         _log.info(told)
-    known = kernels_of("torch", device)
     if [*kernels] == ["torch"]:
         return known
     return Auto([KernelCandidate(name, kernel) for name, kernel in kernels.items()]), *known
