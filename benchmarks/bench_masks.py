@@ -36,7 +36,7 @@ from common.machine import planner_line
 import hcp
 from hcp import Mask
 from hcp.exchange.layout import Layout
-from hcp.exchange.tables import Schedule, schedule_words
+from hcp.exchange.tables import Schedule, ScheduleHeader, schedule_words
 from hcp.planning.mask import CAUSAL, Slice
 from hcp.planning.plan import lower_bound
 from hcp.tools.check import check_plan
@@ -180,7 +180,7 @@ def rows_fetched(plan: hcp.Plan) -> float:
     fetched = 0
     for rank in range(plan.ranks):
         words = schedule_words(
-            plan, 0, rank, "all_gather", window_size=(-1, -1), transport_key=0, mask=0
+            plan, ScheduleHeader(rank=rank, mask=0), "all_gather", window_size=(-1, -1)
         )
         fetched += sum(stage.received_rows for stage in Schedule(words).stages)
     return fetched / ((plan.ranks - 1) * sum(plan.lengths))

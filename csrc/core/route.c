@@ -227,14 +227,14 @@ typedef struct roll {
 typedef struct holding {
   const hcp__piece *pieces;
   int32_t count;
+  int64_t row; /* of the first one's, in what the rank holds or gets */
 } holding;
 
-/* Appends the rows of an owner's pieces that a reader's pieces want, which start at the rows
- * given. Both ascend: of the owner's pieces, those before `next` end too early for all that is
- * wanted later. */
+/* Appends the rows of an owner's pieces that a reader's pieces want. Both ascend: of the owner's
+ * pieces, those before `next` end too early for all that is wanted later. */
 static void append_sequence(const roll *r, int32_t sequence, holding owned, holding wanted,
-                            int64_t owner_row, int64_t reader_row, int loads, hcp__lists *lists,
-                            int64_t *wire) {
+                            int loads, hcp__lists *lists, int64_t *wire) {
+  int64_t owner_row = owned.row, reader_row = wanted.row;
   int32_t next = 0;
   for (int32_t w = 0; w < wanted.count; w++) {
     int64_t start = wanted.pieces[w].start, i = hcp__document_at(r->plan, sequence, start);
@@ -265,16 +265,15 @@ static void append_sequence(const roll *r, int32_t sequence, holding owned, hold
  * owner notes where it loads them, the reader where it stores them. */
 static void append_exchange(const roll *r, int32_t owner, int32_t reader, int loads,
                             hcp__lists *lists, int64_t *wire) {
-  int64_t owner_row = 0, reader_row = 0;
+  holding owned = {0}, wanted = {0};
   for (int32_t s = 0; s < r->group->sequences; s++) {
     hcp__piece own[2], theirs[2];
-    holding owned, wanted;
     owned.count = hcp__held(r->plan, r->group, s, owner, own, &owned.pieces);
     wanted.count = hcp__held(r->plan, r->group, s, reader, theirs, &wanted.pieces);
-    append_sequence(r, r->plan->sequences[r->group->first_sequence + s], owned, wanted, owner_row,
-                    reader_row, loads, lists, wire);
-    for (int32_t w = 0; w < wanted.count; w++) reader_row += wanted.pieces[w].rows + r->more;
-    for (int32_t o = 0; o < owned.count; o++) owner_row += owned.pieces[o].rows;
+    append_sequence(r, r->plan->sequences[r->group->first_sequence + s], owned, wanted, loads,
+                    lists, wire);
+    for (int32_t w = 0; w < wanted.count; w++) wanted.row += wanted.pieces[w].rows + r->more;
+    for (int32_t o = 0; o < owned.count; o++) owned.row += owned.pieces[o].rows;
   }
 }
 

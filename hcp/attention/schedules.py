@@ -15,7 +15,7 @@ from hcp.attention.kernels import KernelChoice
 from hcp.attention.prepared import LayerOptions, Prepared, prepared_of
 from hcp.exchange.calls import HandlerPart
 from hcp.exchange.layout import Layout
-from hcp.exchange.tables import schedule_words
+from hcp.exchange.tables import ScheduleHeader, schedule_words
 from hcp.exchange.transport import Transport, read_in_place
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
@@ -161,19 +161,22 @@ class Schedules:
         layout = self._layout
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         in_place = read_in_place(self._transport, group)
+        header = ScheduleHeader(
+            transport=self._transport.key,
+            step=self._step,
+            micro_batch=layout.micro_batch,
+            rank=layout.rank,
+            mask=limits.mask,
+            head_chunks=self.head_chunks,
+            in_place=in_place,
+        )
         words = schedule_words(
             layout.plan,
-            layout.micro_batch,
-            layout.rank,
+            header,
             comm_type,
             inner=inner,
             window_size=limits[:2],
-            transport_key=self._transport.key,
-            step=self._step,
-            mask=limits.mask,
-            head_chunks=self.head_chunks,
             by_nodes=not in_place,  # who reads from memory needs no relays
-            in_place=in_place,
         )
         prepared = prepared_of(words)
         prepared.numbers = self._numbers

@@ -242,21 +242,21 @@ def _relay(table: Tensor, sends: list[Move], receives: list[Move], rows: int) ->
 class ScheduleHeader(NamedTuple):
     """The header of a schedule's words: ``hcp_schedule_header``."""
 
-    serial: int
-    """A number that names it in this process."""
-    transport: int
+    serial: int = 0
+    """A number that names it in this process. ``schedule_words`` gives it, and ``plan``."""
+    transport: int = 0
     """Which transport it runs on: see ``exchange.transport_of``."""
-    plan: int
+    plan: int = 0
     """The plan's checksum, as a signed number."""
-    step: int
+    step: int = 0
     """See ``Origin``."""
-    micro_batch: int
-    rank: int
-    mask: int
+    micro_batch: int = 0
+    rank: int = 0
+    mask: int = -1
     """Which of the plan's, -1 in a plan without."""
-    head_chunks: int
+    head_chunks: int = 1
     """In which heads are computed, one after the other."""
-    in_place: int
+    in_place: int = 0
     """1 where ranks read keys where their owners hold them."""
 
 
@@ -395,38 +395,31 @@ class Schedule(Sections):
 
 def schedule_words(
     plan: Plan,
-    micro_batch: int,
-    rank: int,
+    header: ScheduleHeader,
     comm_type: str,
     *,
     inner: int = 1,
     window_size: tuple[int, int],
-    transport_key: int,
-    step: int = 0,
-    mask: int = -1,
     by_nodes: bool = False,
-    in_place: bool = False,
-    head_chunks: int = 1,
 ) -> Tensor:
-    """The schedule as one tensor, int64 (words,), which begins with its ``ScheduleHeader``.
+    """The schedule that a header names, as one tensor, int64 (words,), which begins with it.
     ``inner``: how many neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p".
     ``window_size``: FlashAttention's; (-1, 0) is causal. ``by_nodes``: whether rows cross each
-    border of the plan's nodes once, and are relayed inside of them. The others are fields of the
-    header."""
+    border of the plan's nodes once, and are relayed inside of them."""
     table = plan.core.schedule(
-        micro_batch,
-        rank,
+        header.micro_batch,
+        header.rank,
         comm_type,
         inner,
         *window_size,
         STAGE_TOKENS,
-        mask,
+        header.mask,
         by_nodes,
         serial=next(_serials),
-        transport=transport_key,
-        step=step,
-        head_chunks=head_chunks,
+        transport=header.transport,
+        step=header.step,
+        head_chunks=header.head_chunks,
         checksum=plan.checksum,
-        in_place=in_place,
+        in_place=bool(header.in_place),
     )
     return rows_may_vary(tensor_of(table, torch.int64))

@@ -163,7 +163,7 @@ def words_of(
     plan: hcp.Plan, rank: int, comm_type: str, window: tuple[int, int] = (-1, 0)
 ) -> torch.Tensor:
     return hcp.exchange.tables.schedule_words(
-        plan, 0, rank, comm_type, window_size=window, transport_key=0
+        plan, hcp.exchange.tables.ScheduleHeader(rank=rank), comm_type, window_size=window
     )
 
 

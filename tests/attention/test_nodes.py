@@ -31,7 +31,7 @@ from support.ranks import run_ranks, try_ranks
 from torch import Tensor
 
 import hcp
-from hcp.exchange.tables import Move, Schedule, schedule_words
+from hcp.exchange.tables import Move, Schedule, ScheduleHeader, schedule_words
 
 TYPES = hcp.COMM_TYPES
 SENDING = ("p2p", "all_gather")
@@ -76,9 +76,9 @@ def test_narrow_types_round_once_more_at_a_border(comm_type: str, dtype: str) ->
 
 def tables(plan: hcp.Plan, comm_type: str, *, by_nodes: bool, causal: bool) -> list[Schedule]:
     window = (-1, 0 if causal else -1)
-    options = {"window_size": window, "transport_key": 0, "by_nodes": by_nodes}
+    options = {"window_size": window, "by_nodes": by_nodes}
     return [
-        Schedule(schedule_words(plan, 0, rank, comm_type, **options))  # type: ignore[arg-type]
+        Schedule(schedule_words(plan, ScheduleHeader(rank=rank), comm_type, **options))  # type: ignore[arg-type]
         for rank in range(plan.ranks)
     ]
 
@@ -192,7 +192,12 @@ def test_heads_are_exchanged_inside_nodes() -> None:
     plan = case.plan()
     for rank in range(4):
         words = schedule_words(
-            plan, 0, rank, "a2a+p2p", inner=2, window_size=(-1, 0), transport_key=0, by_nodes=True
+            plan,
+            ScheduleHeader(rank=rank),
+            "a2a+p2p",
+            inner=2,
+            window_size=(-1, 0),
+            by_nodes=True,
         )
         moves = Schedule(words).head_moves
         assert moves is not None

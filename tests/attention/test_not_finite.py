@@ -25,7 +25,7 @@ from hcp.attention.kernels import Kernel, KernelFamily, Launch, join
 from hcp.attention.kernels.flash_attn_cpu import CpuFlash
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
-from hcp.exchange.tables import Entry, Schedule, schedule_words
+from hcp.exchange.tables import Entry, Schedule, ScheduleHeader, schedule_words
 from hcp.step.dispatch import Groups
 
 CASES = {
@@ -184,7 +184,7 @@ def test_every_query_of_an_entry_sees_a_key(comm_type: str, window: tuple[int, i
         for rank in range(ranks):
             with staged_by(stage_tokens):
                 words = schedule_words(
-                    plan, 0, rank, comm_type, window_size=window, transport_key=0
+                    plan, ScheduleHeader(rank=rank), comm_type, window_size=window
                 )
             for entry in (e for stage in Schedule(words).stages for e in stage.entries):
                 for query in range(entry.query_rows):

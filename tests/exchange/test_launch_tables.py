@@ -69,15 +69,13 @@ def drawn_schedule(rng: random.Random, plan: hcp.Plan) -> Schedule:
     in_place = rng.random() < 0.6
     words = schedule_words(
         plan,
-        micro_batch,
-        rank,
+        ScheduleHeader(
+            micro_batch=micro_batch, rank=rank, mask=0 if masked else -1, in_place=in_place
+        ),
         comm_type,
         inner=inner,
         window_size=rng.choice([(-1, 0), (-1, -1), (7, 0), (5, 9), (60, 0), (0, 0)]),
-        transport_key=0,
-        mask=0 if masked else -1,
         by_nodes=not in_place and rng.random() < 0.5,
-        in_place=in_place,
     )
     return Schedule(words)
 
@@ -113,7 +111,7 @@ def test_entries_without_a_schedule_are_joined_likewise(seed: int, packs: bool) 
 
 def test_a_total_takes_outputs_of_three_stages_where_more_than_five_compute() -> None:
     plan = hcp.plan([640], ranks=8, max_tokens_per_rank=90, min_degree=8)
-    words = schedule_words(plan, 0, 7, "p2p", window_size=(-1, 0), transport_key=0)
+    words = schedule_words(plan, ScheduleHeader(rank=7), "p2p", window_size=(-1, 0))
     runs = launches_of(Schedule(words), Kernel(packs=True)).running_runs  # type: ignore[arg-type]
     assert [i for i, own in enumerate(runs) if own is not None] == [2, 5]
 
@@ -133,8 +131,8 @@ def test_reads_become_one_with_the_rows_of_one_after_the_others() -> None:
 def test_a_header_says_what_the_words_are() -> None:
     assert ScheduleHeader._fields == _core.SCHEDULE_HEADER
     plan = hcp.plan([40, 9], ranks=4, max_tokens_per_rank=16, min_degree=4)
-    given: dict[str, Any] = {"transport_key": 7, "step": 5, "head_chunks": 3, "in_place": True}
-    words = schedule_words(plan, 0, 2, "all_gather", window_size=(-1, 0), **given)
+    given = ScheduleHeader(transport=7, step=5, rank=2, head_chunks=3, in_place=1)
+    words = schedule_words(plan, given, "all_gather", window_size=(-1, 0))
     schedule = Schedule(words)
     assert schedule.header._replace(serial=0, plan=0) == (0, 7, 0, 5, 0, 2, -1, 3, 1)
     assert schedule.origin == (plan.checksum, 5, 0)
@@ -145,7 +143,7 @@ def test_a_header_says_what_the_words_are() -> None:
 def test_ranks_without_rows_and_two_ranks_compare_nothing_more() -> None:
     for ranks, tokens, callers in ((2, 40, ()), (3, 2, (0, 2)), (4, 40, (0, 1, 2, 3))):
         plan = hcp.plan([tokens], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
-        words = schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=0)
+        words = schedule_words(plan, ScheduleHeader(), "p2p", window_size=(-1, 0))
         held = tuple(r for r in range(ranks) if Layout(plan, 0, r).rows)
         assert Schedule(words).callers == (held if ranks > 2 else ()) == callers
 
@@ -155,8 +153,8 @@ def test_ranks_without_rows_and_two_ranks_compare_nothing_more() -> None:
 
 def schedule_of(ranks: int) -> Schedule:
     plan = hcp.plan([64], ranks=ranks, max_tokens_per_rank=64, min_degree=ranks)
-    given: dict[str, Any] = {"window_size": (-1, 0), "transport_key": 0, "in_place": True}
-    return Schedule(schedule_words(plan, 0, 0, "p2p", **given))
+    header = ScheduleHeader(in_place=1)
+    return Schedule(schedule_words(plan, header, "p2p", window_size=(-1, 0)))
 
 
 @pytest.mark.parametrize(

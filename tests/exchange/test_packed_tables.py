@@ -18,7 +18,15 @@ from hcp import _core
 from hcp.attention.block_exchange import BlockTable
 from hcp.attention.kernels import Launch, PackedSizes
 from hcp.exchange.layout import buffer_of, tensor_of
-from hcp.exchange.tables import Entry, Move, Route, Schedule, ScheduleSizes, schedule_words
+from hcp.exchange.tables import (
+    Entry,
+    Move,
+    Route,
+    Schedule,
+    ScheduleHeader,
+    ScheduleSizes,
+    schedule_words,
+)
 
 
 def drawn_entries(rng: random.Random) -> list[Entry]:
@@ -146,8 +154,9 @@ def test_what_a_schedule_says_equals_what_slow_python_reads(seed: int) -> None:
     micro_batch, rank = rng.randrange(plan.micro_batch_count), rng.randrange(plan.ranks)
     window = rng.choice([(-1, 0), (-1, -1), (rng.randrange(9), rng.randrange(9)), (3, -1)])
     comm_type = rng.choice(["p2p", "all_gather", "a2a"])
-    given_ = {"window_size": window, "mask": 0 if plan.masks else -1, "transport_key": 5}
-    words = schedule_words(plan, micro_batch, rank, comm_type, **given_)  # type: ignore[arg-type]
+    mask = 0 if plan.masks else -1
+    given_ = ScheduleHeader(transport=5, micro_batch=micro_batch, rank=rank, mask=mask)
+    words = schedule_words(plan, given_, comm_type, window_size=window)
     found, header, sizes = _core.read_schedule(buffer_of(words))
     count = len(_core.SCHEDULE_HEADER)
     assert found == slow.sections_of(words, count, _core.SCHEDULE_SECTIONS)
@@ -180,7 +189,7 @@ def test_a_section_outside_of_the_words_is_refused(word: int, value: int) -> Non
 def test_sections_of_any_spoiled_schedule_are_found_or_refused() -> None:
     rng = random.Random(7)
     plan = hcp.plan([64], ranks=3, max_tokens_per_rank=64, min_degree=3)
-    sound = schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=0)
+    sound = schedule_words(plan, ScheduleHeader(), "p2p", window_size=(-1, 0))
     for _ in range(2000):
         words = sound.clone()
         words[rng.randrange(len(words))] = rng.choice([-1, 0, 1, 5, 2**20, 2**55, -(2**55), 2**62])

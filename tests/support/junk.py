@@ -23,7 +23,7 @@ from torch import Tensor
 import hcp
 import hcp.attention.operator
 from hcp.exchange.signals import PIECES
-from hcp.exchange.tables import schedule_words
+from hcp.exchange.tables import ScheduleHeader, schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)
 """The errors that a call may raise. TypeError is for arguments that the schema does not accept."""
@@ -200,7 +200,7 @@ def main(first: int, last: int, seed: int) -> None:
 def call_all(first: int, last: int, seed: int, groups: Any) -> None:
     plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
     key = groups.transport.key
-    words = schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=key)
+    words = schedule_words(plan, ScheduleHeader(transport=key), "p2p", window_size=(-1, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
