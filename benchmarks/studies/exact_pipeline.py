@@ -3,10 +3,13 @@
 It tells how much of makespan / bound is slack of the bound, and how much the planner loses.
 
     python benchmarks/studies/exact_pipeline.py [--ranks 4] [--sequences 8] [--stages 4] [--seeds 5]
+    python benchmarks/studies/exact_pipeline.py --chunks 1,2     with interleaved stages, too
 
 Ranks of a stage wait for each other in every micro-batch, so of each set of sequences only the
 placement that takes the least time counts. Every way to part the sequences into such micro-batches
 and every order of them is simulated, but for those that a path of dependent passes rules out.
+Interleaved, the micro-batches are whole groups of as many as there are stages, or as many as there
+are sequences, and empty ones after them.
 """
 
 from __future__ import annotations
@@ -85,17 +88,26 @@ def partings(placements: Placements, members: int) -> Iterator[Times]:
                 yield tuple(sorted((time, *rest)))
 
 
-def best_makespan(plan: hcp.Plan, stages: int) -> int:
+def may_be(count: int, sequences: int, stages: int, chunks: int) -> bool:
+    """Whether a plan may have so many micro-batches with sequences."""
+    return chunks == 1 or count % stages == 0 or sequences % stages != 0
+
+
+def best_makespan(plan: hcp.Plan, stages: int, chunks: int = 1) -> int:
     """The least makespan of all plans, no more than that of this one."""
-    found = sorted(set(partings(Placements(plan), (1 << len(plan.lengths)) - 1)), key=sum)
+    sequences = len(plan.lengths)
+    found = sorted(set(partings(Placements(plan), (1 << sequences) - 1)), key=sum)
     best = plan.makespan
     for times in found:
-        if sum(times) + (stages - 1) * times[0] >= best:
+        if not may_be(len(times), sequences, stages, chunks):
             continue
+        if sum(times) + (stages - 1) * times[0] // chunks >= best:
+            continue
+        empty = (0,) * (-len(times) % stages if chunks > 1 else 0)
         for order in set(itertools.permutations(times)):
-            ramps = (stages - 1) * (order[0] + 2 * order[-1]) // 3
+            ramps = (stages - 1) * (order[0] + 2 * order[-1]) // (3 * chunks)
             if sum(times) + ramps < best:
-                best = min(best, _core.pipeline_time(order, stages, 1, 0))
+                best = min(best, _core.pipeline_time(order + empty, stages, chunks, 0))
     return best
 
 
@@ -105,25 +117,28 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--stages", default="2,4")
+    parser.add_argument("--chunks", default="1", help="virtual stages")
     parser.add_argument("--families", default="P1,P2,P3,P4,X2,X3")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     print(f"{planner_line()}\nN = {args.ranks}, C = {args.capacity}, K = {args.sequences}\n")
     print(
-        "| family | stages | plan / bound p50 | max | plan / optimum p50 | max "
-        "| optimum / bound p50 | max |\n" + "|---" * 8 + "|"
+        "| family | stages | chunks | plan / bound p50 | max | plan / optimum p50 | max "
+        "| optimum / bound p50 | max |\n" + "|---" * 9 + "|"
     )
     drawn = instances(args.ranks, args.capacity, args.sequences)
-    for name, stages in itertools.product(args.families.split(","), args.stages.split(",")):
+    asked = (args.families, args.stages, args.chunks)
+    for name, stages, chunks in itertools.product(*(each.split(",") for each in asked)):
         ratios = [
-            compared(args, drawn[name](Random(seed)), int(stages)) for seed in range(args.seeds)
+            compared(args, drawn[name](Random(seed)), int(stages), int(chunks))
+            for seed in range(args.seeds)
         ]
         columns = " | ".join(median_and_worst(list(x)) for x in zip(*ratios, strict=True))
-        print(f"| {name} | {stages} | {columns} |", flush=True)
+        print(f"| {name} | {stages} | {chunks} | {columns} |", flush=True)
 
 
 def compared(
-    args: argparse.Namespace, lengths: Sequence[int], stages: int
+    args: argparse.Namespace, lengths: Sequence[int], stages: int, chunks: int
 ) -> tuple[float, float, float]:
     """Plan / bound, plan / optimum, optimum / bound."""
     plan = hcp.plan(
@@ -132,8 +147,9 @@ def compared(
         max_tokens_per_rank=args.capacity,
         sync="micro_batch",
         pipeline_stages=stages,
+        virtual_stages=chunks,
     )
-    best = best_makespan(plan, stages)
+    best = best_makespan(plan, stages, chunks)
     return plan.makespan / plan.bound, plan.makespan / best, best / plan.bound
 
 

@@ -223,6 +223,7 @@ def test_no_careless_plan_beats_the_bound(request: dict[str, Any], seed: int) ->
 def all_plans(made: hcp.Plan) -> Iterator[hcp.Plan]:
     """Every choice of micro-batch and ranks, on two ranks, that is a plan."""
     data, count = made.to_dict(), len(made.lengths)
+    multiple = made.core.pipeline_stages if made.core.virtual_stages > 1 else 1
     places = list(itertools.product(range(count), ((0, 1), (1, 1), (0, 2))))
     for chosen in itertools.product(places, repeat=count):
         groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
@@ -236,27 +237,38 @@ def all_plans(made: hcp.Plan) -> Iterator[hcp.Plan]:
             ]
             for m in range(count)
         ]
-        data["micro_batches"] = [{"groups": batch} for batch in batches if batch]
+        filled = [{"groups": batch} for batch in batches if batch]
+        data["micro_batches"] = filled + [{"groups": []}] * (-len(filled) % multiple)
         with contextlib.suppress(ValueError):  # ranks overlap, or hold too much
             yield hcp.Plan.from_dict(data)
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("lengths", [[700, 90, 60], [400, 390, 30], [300, 300, 300], [900, 20]])
-def test_no_plan_at_all_beats_the_bound(lengths: list[int], stages: int, sync: str) -> None:
+def test_no_plan_at_all_beats_the_bound(
+    lengths: list[int], stages: int, chunks: int, sync: str
+) -> None:
     cost = hcp.CostModel(launch=10_000, exchange=2_000)
     plan = hcp.plan(
-        lengths, ranks=2, max_tokens_per_rank=1000, cost=cost, pipeline_stages=stages, sync=sync
+        lengths,
+        ranks=2,
+        max_tokens_per_rank=1000,
+        cost=cost,
+        pipeline_stages=stages,
+        virtual_stages=chunks,
+        sync=sync,
     )
     best = min(other.makespan for other in all_plans(plan))
     assert plan.bound <= best <= plan.makespan
     assert plan.makespan <= 1.05 * best
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("name", ["P2", "P3", "X2", "X3"])
-def test_small_pipelines_come_near_the_best_of_all_plans(name: str, stages: int) -> None:
+def test_small_pipelines_come_near_the_best_of_all_plans(
+    name: str, stages: int, chunks: int
+) -> None:
     """Plans without small steps were up to 1.09 of the best."""
     for seed in range(4):
         lengths = instances(4, 8192, 6)[name](random.Random(seed))
@@ -266,8 +278,9 @@ def test_small_pipelines_come_near_the_best_of_all_plans(name: str, stages: int)
             max_tokens_per_rank=8192,
             sync="micro_batch",
             pipeline_stages=stages,
+            virtual_stages=chunks,
         )
-        best = best_makespan(plan, stages)
+        best = best_makespan(plan, stages, chunks)
         assert plan.bound <= best <= plan.makespan
         assert plan.makespan <= 1.03 * best, (seed, lengths)
 
@@ -291,6 +304,26 @@ def test_a_long_sequence_is_a_ramp_that_the_bound_knows() -> None:
     plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=4000, cost=cost, pipeline_stages=4)
     assert plan.bound >= 0.999 * (4 * sum(times) + 17 * times[0]) / 6 > 1.1 * sum(times)
     assert plan.makespan <= 1.05 * plan.bound
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 4), (8, 2)])
+def test_equal_sequences_of_one_group_fill_and_empty_an_interleaved_pipeline(
+    stages: int, chunks: int
+) -> None:
+    """As many as stages, on one rank: the ramp has the time of one, and no plan has less."""
+    cost = hcp.CostModel(launch=0, token=0)
+    plan = hcp.plan(
+        [1000] * stages,
+        ranks=1,
+        max_tokens_per_rank=1000,
+        cost=cost,
+        pipeline_stages=stages,
+        virtual_stages=chunks,
+        sync="micro_batch",
+    )
+    one = cost.time(1000, 1)
+    assert plan.makespan == one * stages + -(-one * (stages - 1) // chunks)
+    assert 0.999 * plan.makespan <= plan.bound <= plan.makespan
 
 
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_group() -> None:

@@ -4,31 +4,42 @@
  * some micro-batch through all others, and after whose end a backward follows:
  * the ramp. Small micro-batches make a short ramp, but must grow slowly. On one
  * rank, let t_1 .. t_M be the times of the micro-batches that it computes, T
- * their sum, p the stages, a third of each time forward. For m <= n, work
+ * their sum, p the stages, v the chunks of each, a third of each time forward. A
+ * pass takes a v-th. For m <= n, work
  *
- *   forward of 1 .. m on the first stage, of m on the others but the last,
- *   m .. n on the last stage,
- *   backward of n on the others, of n + 1 .. M on the first stage
+ *   on the first stage, all before m's forward over its first chunk, and that,
+ *   that forward on the others but the last,
+ *   on the last stage, all from that forward to n's backward over its first chunk,
+ *   that backward on the others,
+ *   on the first stage, it and all after it
  *
  * follows each other, and takes T + front(m) + back(n) with
  *
- *   front(m) = (p - 1) / 3 t_m - 2 / 3 (t_1 + .. + t_(m - 1))
- *   back(n)  = 2 (p - 1) / 3 t_n - 1 / 3 (t_(n + 1) + .. + t_M).
+ *   front(m) = (p - 1) / 3 v t_m - the backward passes that the last stage runs before
+ *              that forward, and the first one does not,
+ *   back(n)  = 2 (p - 1) / 3 v t_n - the forward passes that the last stage runs after
+ *              that backward, and the first one does not.
+ *
+ * By the lists of pipeline_time.c such passes are 2 (p - 1) at most, of p - 1 where v
+ * is 1, in a row. A micro-batch is among them twice at most, as it comes again after as
+ * many passes as are in a group, which is p at least. They are of other groups where v is
+ * more than 1: there is none in front of the first group, and none behind the last.
  *
  * So for any cut k, with a the largest front of m <= k and b the largest back of
- * n > k, T + a + b is a bound. Those fronts limit how fast times grow, and so
- * the sum of the first k to a * 3 / 2 ((1 + 2 / (p - 1))^k - 1); those backs the
- * sum of the others to b * 3 ((1 + 1 / (2 (p - 1)))^(M - k) - 1). With reach(M)
- * the larger of both factors, at the cut where that is least, a + b is at least
- * T / reach(M); and some rank has at least its share of all work, so that T is
- * that and M launches. The M that gives the least is a bound.
+ * n > k, T + a + b is a bound. Those fronts limit how fast times grow: a t_m is at most
+ * 3 v a / (p - 1), and a 2 / (p - 1)-th of the p - 1 before it, twice that where v is more
+ * than 1. Those backs limit the others to half of that. With reach(M) the larger of both
+ * sums, of M micro-batches at the cut where that is least, a + b is at least T / reach(M);
+ * and some rank has at least its share of all work, so that T is that and M launches. The M
+ * that gives the least is a bound.
  *
- * One of them that takes t, with P before it and S after it, makes that
+ * One of them that takes t, with P before it and S after it, makes that, with q for
+ * (p - 1) / v,
  *
- *   T + max(0, (p - 1) / 3 t - 2 / 3 P) + max(0, 2 (p - 1) / 3 t - 1 / 3 S),
+ *   T + max(0, q / 3 t - 2 / 3 P) + max(0, 2 q / 3 t - 1 / 3 S),
  *
- * least where P has what it can use, (p - 1) / 2 t: the larger of T,
- * (4 T + (5 p - 3) t) / 6 and (T + (3 p - 1) t) / 3. So a rank that ends by X computes
+ * least where P has what it can use, q / 2 t: the larger of T,
+ * (4 T + (5 q + 2) t) / 6 and (T + (3 q + 2) t) / 3. So a rank that ends by X computes
  * at most u(t) beside a sequence of time t. With U the most that any rank computes,
  * by its reach, it leaves U - u(t) of the longest it has undone, and at least
  * t' (U / u(t') - 1) for each of its sequences, since those sum to u(t) at most.
@@ -36,9 +47,9 @@
  * what one sequence leaves undone does not fit beside all work.
  *
  * Where ranks run in lockstep, all of them are busy for the same T and wait for the
- * slowest sequence: either that is slow, or many are wide and T is larger.
- *
- * This is for stages of one chunk; interleaved, only the ramp counts. */
+ * slowest sequence: either that is slow, or many are wide and T is larger. All have the
+ * same micro-batches then, whole groups of them where v is more than 1; only where the
+ * sequences are no whole groups may the last one have fewer, and empty ones after it. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -47,10 +58,27 @@
 enum { COUNTS = 2048, ONE = 1 << 20 };
 #define FAR ((int64_t)1 << 60) /* a reach that is as good as endless */
 
+static int is_lockstep(const hcp__problem *p) { return p->limits->sync == HCP_SYNC_MICRO_BATCH; }
+
+/* Chunks of a stage. */
+static int64_t chunks_of(const hcp__problem *p) {
+  int32_t chunks = p->limits->pipeline.virtual_stages;
+  return chunks > 1 ? chunks : 1;
+}
+
+/* Whether a rank that has work may have it in so many micro-batches. Where they are whole groups,
+ * empty ones only follow as many as there are sequences, rounded up. */
+static int may_have(const hcp__problem *p, int64_t count) {
+  int64_t group = hcp__multiple(&p->limits->pipeline);
+  if (count > p->n) return 0;
+  return !is_lockstep(p) || count % group == 0 || p->n % group != 0;
+}
+
 /* Micro-batches of some rank with its share of all work: where ranks run in
  * lockstep, as many as hold all rows. */
 static int32_t least_count(const hcp__problem *p) {
-  int32_t count = p->limits->sync == HCP_SYNC_STEP ? 1 : hcp__least_count(p);
+  int32_t count = is_lockstep(p) ? hcp__least_count(p) : 1;
+  while (count < COUNTS && count < p->n && !may_have(p, count)) count++;
   return count < COUNTS ? count : COUNTS;
 }
 
@@ -77,12 +105,11 @@ static int64_t ramp_bound(const hcp__problem *p) {
 /* The least that a rank takes which is busy for whole, a micro-batch of time tall
  * included. */
 static int64_t with_tall(const hcp__problem *p, int64_t whole, int64_t tall) {
-  int64_t stages = p->limits->pipeline.stages, time = whole;
+  int64_t stages = p->limits->pipeline.stages, chunks = chunks_of(p);
   if (whole > INT64_MAX / 64 || tall > INT64_MAX / 64 / stages) return INT64_MAX / 2;
-  if ((4 * whole + (5 * stages - 3) * tall) / 6 > time)
-    time = (4 * whole + (5 * stages - 3) * tall) / 6;
-  if ((whole + (3 * stages - 1) * tall) / 3 > time) time = (whole + (3 * stages - 1) * tall) / 3;
-  return time;
+  int64_t short_after = (4 * whole + (5 * (stages - 1) * tall) / chunks + 2 * tall) / 6;
+  int64_t short_before = (whole + (3 * (stages - 1) * tall) / chunks + 2 * tall) / 3;
+  return hcp__most(whole, hcp__most(short_after, short_before));
 }
 
 /* An option's rank-time, both floors respected. */
@@ -139,12 +166,12 @@ static int64_t tall_bound(const hcp__problem *p) {
 /* The most work of a rank that ends by time with a sequence that takes tall, and a
  * launch for it. */
 static int64_t most_beside(const hcp__problem *p, int64_t time, int64_t tall) {
-  int64_t stages = p->limits->pipeline.stages, launch = p->cost->launch, most = time;
+  int64_t stages = p->limits->pipeline.stages, launch = p->cost->launch, chunks = chunks_of(p);
   tall += launch;
   if (tall > time / stages) return 0;
-  if ((6 * time - (5 * stages - 3) * tall) / 4 + 1 < most)
-    most = (6 * time - (5 * stages - 3) * tall) / 4 + 1;
-  if (3 * time - (3 * stages - 1) * tall < most) most = 3 * time - (3 * stages - 1) * tall;
+  int64_t short_after = (6 * time - (5 * (stages - 1) * tall) / chunks - 2 * tall) / 4 + 1;
+  int64_t short_before = 3 * time - (3 * (stages - 1) * tall) / chunks - 2 * tall;
+  int64_t most = hcp__least(time, hcp__least(short_after, short_before));
   return most > launch ? most - launch : 0;
 }
 
@@ -189,32 +216,57 @@ static int long_refute(const hcp__problem *p, int64_t time, int64_t share) {
 
 /* ---- the reach ---- */
 
-/* Of count micro-batches growing from the front, and from the back, in ONE. */
-static void fill_ends(int64_t stages, int64_t *front, int64_t *back) {
-  front[0] = back[0] = 0;
+/* The sums of the first micro-batches from one end, in ONE, as long as they may be: the first
+ * `alone` have none of the passes before them that let times grow. weight: 2 at the front, 1 at the
+ * back. */
+static void fill_end(const hcp__problem *p, int32_t alone, int64_t weight, int64_t *sums) {
+  int64_t window = p->limits->pipeline.stages - 1, chunks = chunks_of(p), twice = 1 + (chunks > 1);
+  int64_t parts = window * (3 - weight);
+  sums[0] = 0;
   for (int32_t k = 0; k < COUNTS; k++) {
-    int64_t grown = front[k] + (2 * front[k] + 3 * (int64_t)ONE) / (stages - 1) + 1;
-    int64_t risen = back[k] + (back[k] + 3 * (int64_t)ONE) / (2 * (stages - 1)) + 1;
-    front[k + 1] = grown < FAR ? grown : FAR;
-    back[k + 1] = risen < FAR ? risen : FAR;
+    int64_t from = k > window ? sums[k - window] : 0; /* where those before it begin */
+    int64_t near = k < alone ? 0 : sums[k] - from;
+    int64_t sum = sums[k] + (3 * chunks * ONE + twice * weight * near) / parts + 1;
+    sums[k + 1] = sum < FAR ? sum : FAR;
   }
+}
+
+/* The most that count micro-batches take together when a + b is ONE: those before first are limited
+ * by a, those after the next `width` by b, and these by both. The most of three: a alone, b alone,
+ * and where the limits of those in the middle meet. */
+static int64_t shared_reach(int32_t count, int32_t first, int32_t width, const int64_t *front,
+                            const int64_t *back) {
+  int32_t end = first + width, after = count - end;
+  if (first < 0 || after < 0 || front[end] >= FAR || back[count - first] >= FAR) return FAR;
+  int64_t by_front = front[end] - front[end - 1];
+  int64_t by_back = back[count - first] - back[count - first - 1], both = by_front + by_back;
+  int64_t middle = hcp__scaled(front[first], by_back, both);
+  middle = hcp__sum(middle, hcp__scaled(back[after], by_front, both));
+  middle = hcp__sum(middle, hcp__scaled(width, hcp__scaled(by_front, by_back, both), 1));
+  return hcp__most(middle, hcp__most(front[first], back[after]));
 }
 
 /* Fronts rise with the cut and backs fall: *cut, which only grows with count, is
  * the first where the front is the larger. */
-static int64_t reach_of(int32_t count, const int64_t *front, const int64_t *back, int32_t *cut) {
+static int64_t reach_of(int32_t count, int32_t width, const int64_t *front, const int64_t *back,
+                        int32_t *cut) {
   while (*cut < count && front[*cut] < back[count - *cut]) ++*cut;
-  int64_t reach = front[*cut] > back[count - *cut] ? front[*cut] : back[count - *cut];
-  if (*cut > 0 && back[count - *cut + 1] < reach) reach = back[count - *cut + 1];
+  int64_t reach = hcp__most(front[*cut], back[count - *cut]);
+  if (*cut > 0) reach = hcp__least(reach, back[count - *cut + 1]);
+  for (int32_t k = *cut / width - 1; k <= *cut / width; k++)
+    reach = hcp__least(reach, shared_reach(count, k * width, width, front, back));
   return reach;
 }
 
-static void fill_reaches(int64_t stages, int64_t *reaches) {
+/* Of counts of which so many at the front, and at the back, are the only ones of their group. */
+static void fill_reaches(const hcp__problem *p, int32_t front_alone, int32_t back_alone,
+                         int64_t *reaches) {
   int64_t *front = &reaches[COUNTS + 1], *back = &front[COUNTS + 1];
   int32_t cut = 0;
-  fill_ends(stages, front, back);
+  fill_end(p, front_alone, 2, front);
+  fill_end(p, back_alone, 1, back);
   for (int32_t count = 0; count <= COUNTS; count++)
-    reaches[count] = reach_of(count, front, back, &cut);
+    reaches[count] = reach_of(count, back_alone, front, back, &cut);
 }
 
 /* The most work of a rank that ends by time: the largest over M of
@@ -222,15 +274,16 @@ static void fill_reaches(int64_t stages, int64_t *reaches) {
 static int64_t most_work(const hcp__problem *p, int64_t time, int32_t least_count,
                          const int64_t *reaches) {
   int64_t most = 0;
-  for (int32_t count = least_count; count <= COUNTS; count++) {
+  for (int32_t count = least_count; count <= COUNTS && count <= p->n; count++) {
     int64_t left = time - count * p->cost->launch;
     if (left <= most) return most;
+    if (!may_have(p, count)) continue;
     int64_t reach = reaches[count];
     if (reach < FAR) left = hcp__scaled(time, reach, reach + ONE) - count * p->cost->launch;
     if (left > most) most = left;
   }
   int64_t left = time - COUNTS * p->cost->launch;
-  return left > most ? left : most;
+  return left > most && p->n > COUNTS ? left : most;
 }
 
 static int refuted(const hcp__problem *p, int64_t time, const int64_t *reaches) {
@@ -258,20 +311,29 @@ static int64_t grown_bound(const hcp__problem *p, const int64_t *reaches) {
   return low + 1;
 }
 
+/* Reaches of every count: those of whole groups in lockstep are shorter. */
+static void fill_all_reaches(const hcp__problem *p, int64_t *reaches) {
+  int32_t group = hcp__multiple(&p->limits->pipeline);
+  fill_reaches(p, is_lockstep(p) ? group : 1, 1, reaches);
+  if (group < 2 || !is_lockstep(p)) return;
+  int64_t *whole = &reaches[3 * (COUNTS + 1)];
+  fill_reaches(p, group, group, whole);
+  for (int64_t count = 0; count <= COUNTS; count += group) reaches[count] = whole[count];
+}
+
 hcp_status hcp__pipeline_bound(hcp__problem *p, hcp_error *err) {
-  const hcp_pipeline *pipeline = &p->limits->pipeline;
-  if (pipeline->stages < 2) return HCP_OK;
-  int64_t *reaches = malloc(3 * (size_t)(COUNTS + 1) * sizeof *reaches);
+  if (p->limits->pipeline.stages < 2) return HCP_OK;
+  int64_t *reaches = malloc(6 * (size_t)(COUNTS + 1) * sizeof *reaches);
   if (reaches == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a bound");
   int64_t bound = ramp_bound(p);
-  if (pipeline->virtual_stages < 2 && p->cost->launch < INT64_MAX / 8 / COUNTS) {
-    if (p->limits->sync == HCP_SYNC_MICRO_BATCH && tall_bound(p) > bound) bound = tall_bound(p);
-    if (bound > p->bound) p->bound = bound;
-    fill_reaches(pipeline->stages, reaches);
+  if (p->cost->launch < INT64_MAX / 8 / COUNTS) {
+    if (is_lockstep(p)) bound = hcp__most(bound, tall_bound(p));
+    p->bound = hcp__most(p->bound, bound);
+    fill_all_reaches(p, reaches);
     bound = grown_bound(p, reaches);
   }
   free(reaches);
-  if (bound > p->bound) p->bound = bound;
+  p->bound = hcp__most(p->bound, bound);
   if (p->bound < INT64_MAX / 2) return HCP_OK;
   return hcp__fail(err, HCP_OVERFLOW, "the cost of all micro-batches exceeds 63 bits");
 }
