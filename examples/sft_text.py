@@ -15,7 +15,7 @@ trained on the same text. `from_pretrained` loads what is saved under --save.
 Each step prints "x 1.20 over packed static CP 2 (simulated)": by the cost model, packed static CP
 takes 1.20 times as long for these documents. It gives all of them one degree and packs them by
 next-fit. --cost FILE, written by `hcp calibrate`, is the cost model of your machine and model. The
-default is that of a 7B decoder on fast GPUs, whatever runs here.
+default, hcp.CostModel(), is for GPUs, whatever runs here.
 """
 
 from __future__ import annotations

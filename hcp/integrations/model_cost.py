@@ -56,8 +56,8 @@ def cost_of_model(
     sizes = None if config is None else sizes_of(config)
     if sizes is None:
         _log.info(
-            "hcp: %s has no config with hidden_size and num_attention_heads: plans use the prices "
-            "of a 7B decoder. Give cost=: hcp.CostModel.for_transformer(...), or what `python -m "
+            "hcp: %s has no config with hidden_size and num_attention_heads: plans use the default "
+            "prices. Give cost=: hcp.CostModel.for_transformer(...), or what `python -m "
             "hcp calibrate` wrote",
             type(model).__name__,
         )

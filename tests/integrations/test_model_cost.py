@@ -114,4 +114,4 @@ def test_a_model_without_sizes_is_planned_by_the_default_and_the_log_says_so(
         for config in (None, SimpleNamespace(hidden_size=64)):
             collator = DynamicCPCollator(CONFIG, groups, model=Model(config))
             assert collator.planner.plan([8]).cost == hcp.CostModel()
-    assert caplog.text.count("plans use the prices of a 7B decoder. Give cost=") == 2
+    assert caplog.text.count("plans use the default prices. Give cost=") == 2

@@ -97,7 +97,8 @@ def test_plans_by_one_cost_function_are_compared_whatever_degrees_it_was_asked_f
 
 
 def test_a_brief_picture_has_the_boxes_speeds_and_bound_of_the_whole_one() -> None:
-    limits = {"ranks": 4, "max_tokens_per_rank": 1000}
+    cost = hcp.CostModel(exchange=4_096, launch=1_048_576)
+    limits: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 1000, "cost": cost}
     lengths = [100, 200, 700]
     plans = {"slow": hcp.plan(lengths, **limits, min_degree=4), "fast": hcp.plan(lengths, **limits)}
     whole, brief = timeline_svg(plans), brief_svg(plans, width=500, height=80)

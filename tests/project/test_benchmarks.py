@@ -101,6 +101,7 @@ RUNS = {
         1,
         "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1",
     ),
+    "studies/default_prices": (1, "--ranks 2 --seeds 1 --sequences 4"),
     "studies/empty_micro_batches": (2, "--device cpu --models transformers --rounds 1"),
     "studies/exact_pipeline": (1, "--ranks 2 --sequences 3 --families P1,X3 --seeds 1"),
 }
@@ -505,7 +506,14 @@ def test_the_ladder_prints_rows_before_a_contestant_ends(tmp_path: Path) -> None
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
     studies = {
         f"studies/{name}"
-        for name in ("cut_profile", "empty_micro_batches", "exact", "exact_pipeline", "simulated")
+        for name in (
+            "cut_profile",
+            "default_prices",
+            "empty_micro_batches",
+            "exact",
+            "exact_pipeline",
+            "simulated",
+        )
     }
     programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | studies
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
