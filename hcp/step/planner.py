@@ -7,6 +7,7 @@ for step in planner.steps(shares, groups): ...   # each is made while the one be
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache, cached_property
@@ -31,6 +32,7 @@ from hcp.step.dispatch import (
     gather_lengths,
 )
 from hcp.step.fields import Given, Rules, Sample, length_of
+from hcp.step.pace import Pace
 
 Share = TypeVar("Share")
 
@@ -51,14 +53,17 @@ class StepPlanner:
         *,
         plan_ahead: int = 0,
         has_rows: bool = True,
+        pace: Pace | None = None,
     ) -> None:
         """``plan``: makes the plan of a global batch from its lengths in tokens, the same on every
         rank. ``options``: gives the options of :func:`hcp.dispatch`. It is asked once, when a rank
         makes its first step: where plans are only made, the library of attention may be absent.
         ``plan_ahead``: how many steps ``steps`` makes while the one before them trains.
         ``has_rows``: False where the layers of this rank need no tokens, as in a pipeline's middle
-        stages: its samples travel as rows of 0 columns."""
+        stages: its samples travel as rows of 0 columns. ``pace``: compares the time from step to
+        step with what plans say."""
         self.plan, self._options = plan, options
+        self._pace = pace
         self.plan_ahead, self.has_rows = plan_ahead, has_rows
 
     @classmethod
@@ -73,6 +78,7 @@ class StepPlanner:
         fields: Rules | None = None,
         window_sizes: Sequence[tuple[int, int]] = (),
         has_rows: bool = True,
+        compares: bool = True,
         **limits: Any,
     ) -> StepPlanner:
         """Make the planner of a trainer with these options.
@@ -88,6 +94,9 @@ class StepPlanner:
             fields: the rules of fields that have not one row per token: :func:`hcp.dispatch`.
             window_sizes: sliding windows in addition to those of ``config``.
             has_rows: as for a planner that is made directly.
+            compares: whether the time from step to step is compared with what plans say, and a
+                warning tells once that it is another. False where a trainer does more than to train
+                between two steps.
             **limits: what the job's layout needs, by :func:`hcp.plan`'s names: ``alignment``,
                 ``pipeline_stages``, ``virtual_stages``, ``micro_batch_group``, ``memory``. A
                 ``sync`` that is not None takes the place of ``config.sync`` and of ``waits``.
@@ -107,7 +116,9 @@ class StepPlanner:
             windows = (*chosen["window_sizes"], *window_sizes)
             return {**chosen, "window_sizes": windows, "fields": fields}
 
-        return cls(plan, options, plan_ahead=config.plan_ahead, has_rows=has_rows)
+        ahead = config.plan_ahead
+        pace = Pace(None if cost is None else cost.unit) if compares else None
+        return cls(plan, options, plan_ahead=ahead, has_rows=has_rows, pace=pace)
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
@@ -149,7 +160,12 @@ class StepPlanner:
         step.to_device()
         took = time.perf_counter() - begun
         step.planning = PlanningTime(took, took)
+        self._hand_out(step, groups)
         return step
+
+    def _hand_out(self, step: Step, groups: ProcessGroups) -> None:
+        if self._pace is not None:
+            self._pace.hand_out(step.plan, groups.transport.rank)
 
     def step_of(
         self, samples: Iterable[Given], groups: ProcessGroups, step_transport: StepTransport
@@ -180,7 +196,12 @@ class StepPlanner:
         """
         own = self._step_of_some if until_empty else self.step_of
         make = make or (lambda share, step_transport: own(share, groups, step_transport))  # type: ignore[arg-type]
-        yield from steps_of(shares, make, groups, self.plan_ahead)
+        with contextlib.closing(steps_of(shares, make, groups, self.plan_ahead)) as steps:
+            if self._pace is not None:
+                self._pace.pause()  # what lies between two epochs is none of a step's time
+            for step in steps:
+                self._hand_out(step, groups)
+                yield step
 
     def _step_of_some(
         self, samples: Iterable[Given], groups: ProcessGroups, step_transport: StepTransport

@@ -121,7 +121,8 @@ def spread_padded(
     Every rank of the domain calls the model equally often. `trained` gets the numbers of the
     batches whose gradients are computed."""
     cost = cost or cost_of_model(model, groups, cp.ranks_per_node)
-    planner = StepPlanner.of(cp, groups.size("dp_cp"), cost=cost)
+    # Between two forwards TRL may generate, and a reference model computes.
+    planner = StepPlanner.of(cp, groups.size("dp_cp"), cost=cost, compares=False)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = base.forward
 
