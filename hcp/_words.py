@@ -55,5 +55,8 @@ Sync = Literal["step", "micro_batch"]
 SyncOption = Literal["auto", "step", "micro_batch"]
 """``Sync``, or what the trainer's model does."""
 
+TooLong = Literal["refuse", "drop", "cut"]
+"""What becomes of samples that are too long for all ranks together."""
+
 TransportName = Literal["auto", "torch", "nccl", "peer", "mixed"]
 """The ways to carry rows between ranks."""

@@ -8,6 +8,7 @@ plan = config.plan(lengths, ranks=groups.size("dp_cp"))
 from __future__ import annotations
 
 import argparse
+import bisect
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from hcp._validate import expect_choice, expect_size, flag, plain
-from hcp._words import CommType, ScanType, Scheduler, Sync, SyncOption
+from hcp._words import CommType, ScanType, Scheduler, Sync, SyncOption, TooLong
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.attention.scan_types import check_scan_type
 from hcp.planning.cost import CostModel
@@ -33,6 +34,7 @@ from hcp.planning.plan import Plan, plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", *PLAN_SYNCS)
+TOO_LONG = ("refuse", "drop", "cut")
 MEGATRON_SCHEDULERS = {
     "default_dynamic_cp": "dynamic_cp",
     "dp_balanced": "static_cp",
@@ -110,6 +112,11 @@ class Config:
     """The bytes of a micro-batch on one rank, to which every plan keeps in addition to the rows. A
     path is that of a file of `hcp calibrate --memory`, read here. None: rows alone."""
 
+    too_long: TooLong = "refuse"
+    """What becomes of a training sample that is too long for all ranks together (`longest`):
+    "refuse" raises, "drop" leaves it out, "cut" keeps its first tokens. `Step.too_long` and the
+    metric `hcp/too_long` count them. Evaluation has room for all."""
+
     def __post_init__(self) -> None:
         from hcp.step.backends import BACKENDS, is_rank  # torch, which the options do not need
 
@@ -118,6 +125,7 @@ class Config:
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sync", self.sync, SYNCS)
         check_scan_type(self.scan_type)
+        expect_choice("too_long", self.too_long, TOO_LONG)
         expect_choice("attention_backend", self.attention_backend, tuple(BACKENDS))
         scheduler: str = self.sequence_packing_scheduler
         expect_choice("sequence_packing_scheduler", scheduler, (*SCHEDULERS, *MEGATRON_SCHEDULERS))
@@ -327,12 +335,44 @@ class Config:
                     f"{name} lists {len(values)} values for {num_layers} layers,"
                     f" expected 1 or {num_layers}"
                 )
-        if longest is not None and self.sequence_packing_scheduler == "static_cp":
-            self._check_levels(self.static_degree(longest, ranks, alignment))
-        elif longest is not None:
-            degrees = range(self.min_dynamic_context_parallel_size, ranks + 1)
-            allowed = allowed_degrees(degrees, self.ranks_per_node) or [ranks]
-            self._degree_of(longest, allowed, alignment)
+        if longest is not None and self.too_long != "refuse":
+            longest = min(longest, self.longest(ranks, alignment))
+        if longest is not None:
+            degree = self._degree_of(longest, self._degrees(ranks), alignment)
+            if self.sequence_packing_scheduler == "static_cp":
+                self._check_levels(degree)
+
+    def longest(self, ranks: int, alignment: int = 1) -> int:
+        """Give the tokens of the longest sequence that the ranks hold, as they do all shorter ones.
+
+        Args:
+            ranks: of the domain.
+            alignment: of what every rank's rows are a multiple.
+
+        Returns:
+            The tokens.
+
+        Raises:
+            ValueError: the ranks do not hold a single token.
+        """
+        degrees, limit = self._degrees(ranks), self.max_seqlen_per_dp_cp_rank
+        self._degree_of(1, degrees, alignment)
+
+        def is_longer(tokens: int) -> bool:
+            return least_degree(tokens, degrees, limit, alignment, self.memory_model) is None
+
+        return bisect.bisect_left(range(1, limit * ranks + 2), True, key=is_longer)
+
+    def _degrees(self, ranks: int) -> list[int]:
+        """The degrees that a sequence may have, ascending."""
+        if self.sequence_packing_scheduler == "static_cp":
+            return self._static_degrees(ranks)
+        degrees = range(self.min_dynamic_context_parallel_size, ranks + 1)
+        return allowed_degrees(degrees, self.ranks_per_node) or [ranks]
+
+    def _static_degrees(self, ranks: int) -> list[int]:
+        size = self.context_parallel_size
+        return even_degrees(ranks, self.ranks_per_node) if size is None else [size]
 
     def static_degree(self, longest: int, ranks: int, alignment: int = 0) -> int:
         """Choose the degree of "static_cp": a divisor of the ranks that cuts nodes evenly, or takes
@@ -350,9 +390,7 @@ class Config:
             ValueError: no degree holds the longest sequence.
         """
         ranks = expect_size("ranks", ranks)
-        size = self.context_parallel_size
-        degrees = even_degrees(ranks, self.ranks_per_node) if size is None else [size]
-        return self._degree_of(longest, degrees, alignment or 1)
+        return self._degree_of(longest, self._static_degrees(ranks), alignment or 1)
 
     def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
@@ -366,7 +404,7 @@ class Config:
         raise ValueError(
             f"rows of {longest} tokens on a rank of {degrees[-1]}"
             f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
-            " raise it, use more ranks, or shorten the sequences"
+            " raise it, use more ranks, or shorten the sequences (too_long='cut' does)"
         )
 
     def plan(

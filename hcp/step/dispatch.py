@@ -372,6 +372,8 @@ class Step:
         self.planning: PlanningTime | None = None
         """How long its planning took, and for how much of it the trainer waited. None: it was not
         measured."""
+        self.too_long = 0
+        """Samples of the batch that were dropped or cut: see ``Config.too_long``."""
 
     @cached_property
     def own_sequences(self) -> tuple[int, ...]:
@@ -439,7 +441,7 @@ class Step:
         """Note what layers have received, and return a function that computes the numbers of
         ``stats`` when somebody reads them. It keeps the plan, and neither rows nor tables."""
         received = sum([cp.comm.layer_bytes for cp, _ in self._micro_batches])
-        return partial(stats_of, self.plan, received, self.planning)
+        return partial(stats_of, self.plan, received, self.planning, self.too_long)
 
     def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
         """Bring results of tokens, such as log-probabilities, back to the samples. Gradients pass

@@ -33,6 +33,7 @@ from hcp.step.dispatch import (
 )
 from hcp.step.fields import Given, Rules, Sample, length_of
 from hcp.step.pace import Pace
+from hcp.step.too_long import Fit, fit_of
 
 Share = TypeVar("Share")
 
@@ -54,6 +55,7 @@ class StepPlanner:
         plan_ahead: int = 0,
         has_rows: bool = True,
         pace: Pace | None = None,
+        fit: Fit | None = None,
     ) -> None:
         """``plan``: makes the plan of a global batch from its lengths in tokens, the same on every
         rank. ``options``: gives the options of :func:`hcp.dispatch`. It is asked once, when a rank
@@ -61,9 +63,9 @@ class StepPlanner:
         ``plan_ahead``: how many steps ``steps`` makes while the one before them trains.
         ``has_rows``: False where the layers of this rank need no tokens, as in a pipeline's middle
         stages: its samples travel as rows of 0 columns. ``pace``: compares the time from step to
-        step with what plans say."""
+        step with what plans say. ``fit``: leaves out or cuts samples that are too long."""
         self.plan, self._options = plan, options
-        self._pace = pace
+        self._pace, self._fit = pace, fit
         self.plan_ahead, self.has_rows = plan_ahead, has_rows
 
     @classmethod
@@ -116,9 +118,14 @@ class StepPlanner:
             windows = (*chosen["window_sizes"], *window_sizes)
             return {**chosen, "window_sizes": windows, "fields": fields}
 
-        ahead = config.plan_ahead
-        pace = Pace(None if cost is None else cost.unit) if compares else None
-        return cls(plan, options, plan_ahead=ahead, has_rows=has_rows, pace=pace)
+        return cls(
+            plan,
+            options,
+            plan_ahead=config.plan_ahead,
+            has_rows=has_rows,
+            pace=Pace(None if cost is None else cost.unit) if compares else None,
+            fit=fit_of(config, ranks, fields or {}, limits),
+        )
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
@@ -221,9 +228,15 @@ class StepPlanner:
         groups: ProcessGroups,
         step_transport: StepTransport,
     ) -> Step:
+        count = 0
+        if self._fit is not None:
+            rank = step_transport.transport.rank
+            lengths, sources, samples, count = self._fit(lengths, sources, samples, rank)
         plan = self.plan(lengths)
         given = samples if self.has_rows else self._without_columns(samples)
-        return self.dispatch(plan, given, sources, groups, step_transport=step_transport)
+        step = self.dispatch(plan, given, sources, groups, step_transport=step_transport)
+        step.too_long = count
+        return step
 
     def _without_columns(self, samples: Sequence[Sample]) -> list[Given]:
         rules = self.options.get("fields") or {}

@@ -32,6 +32,8 @@ class StepStats(NamedTuple):
     """Planning, tables and dispatch. 0 if nobody measured it."""
     plan_waited: float
     """For how much of it the trainer waited."""
+    too_long: int = 0
+    """Samples that were dropped or cut, since all ranks together do not hold them."""
 
     @property
     def plan_hidden(self) -> float:
@@ -46,7 +48,9 @@ class StepStats(NamedTuple):
         }
 
 
-def stats_of(plan: Plan, layer_bytes: int, planning: PlanningTime | None) -> StepStats:
+def stats_of(
+    plan: Plan, layer_bytes: int, planning: PlanningTime | None, too_long: int
+) -> StepStats:
     """Make the numbers that :meth:`hcp.Step.stats` returns. `layer_bytes`: of all micro-batches."""
     report = plan.report()
     degrees = [
@@ -68,4 +72,5 @@ def stats_of(plan: Plan, layer_bytes: int, planning: PlanningTime | None) -> Ste
         layer_bytes=layer_bytes,
         plan_seconds=seconds,
         plan_waited=waited,
+        too_long=too_long,
     )

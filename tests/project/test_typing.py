@@ -36,6 +36,7 @@ WORDS = {
     "Scheduler": (*config.SCHEDULERS, *config.MEGATRON_SCHEDULERS),
     "Sync": limits.SYNCS,
     "SyncOption": config.SYNCS,
+    "TooLong": config.TOO_LONG,
     "TransportName": TRANSPORTS,
 }
 

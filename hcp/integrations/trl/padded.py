@@ -106,6 +106,11 @@ def _check(trainer: Any, cp: Config) -> None:
             f"router_aux_loss_coef is {trainer.router_aux_loss_coef}, expected 0.0: the router's "
             "loss is no mean over tokens, so it would depend on the plan"
         )
+    if cp.too_long != "refuse":
+        raise ValueError(
+            f"too_long is {cp.too_long!r}, expected 'refuse': {name} needs the results of every "
+            "sample. Limit the lengths by its own options"
+        )
     if cp.eval_context_parallel_size is not None:
         raise ValueError(
             f"eval_context_parallel_size is {cp.eval_context_parallel_size}, expected None: {name} "

@@ -9,7 +9,7 @@ from hcp._validate import flag
 from hcp._words import Backend
 from hcp.attention.comm_types import COMM_TYPES
 from hcp.attention.scan_types import SCAN_TYPES
-from hcp.step.config import MEGATRON_SCHEDULERS, NO_WINDOW, SCHEDULERS, SYNCS
+from hcp.step.config import MEGATRON_SCHEDULERS, NO_WINDOW, SCHEDULERS, SYNCS, TOO_LONG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -117,6 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="bytes of a micro-batch, to which plans keep in addition to the rows: a file that"
         " `hcp calibrate --memory` wrote (default: rows alone)",
+    )
+    add(
+        "too_long",
+        choices=TOO_LONG,
+        help="what becomes of training samples that are too long for all ranks together: an error,"
+        " left out, or cut to their first tokens (default: refuse)",
     )
     return parser
 

@@ -24,7 +24,7 @@ from hcp.integrations.megatron.megatron_arguments import config_from_args
 
 OPTIONS = (
     *("sequence_packing_scheduler", "min_dynamic_context_parallel_size", "ranks_per_node"),
-    *("attention_backend", "sync", "plan_ahead", "memory"),
+    *("attention_backend", "sync", "plan_ahead", "memory", "too_long"),
 )
 """Options of `hcp.Config` that Bridge's configuration has no place for."""
 
