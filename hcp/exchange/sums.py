@@ -7,13 +7,15 @@ T rows on this rank.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from hcp.exchange.agreement import refuse_transforms
 from hcp.exchange.calls import Calls, HandlerPart
 from hcp.exchange.layout import Layout
-from hcp.exchange.move import check_rows, copy_rows_of, sum_by_sequence, sum_over
+from hcp.exchange.move import AllPairs, check_rows, copy_rows_of, sum_by_sequence, sum_over
 from hcp.exchange.routes import Routes
 from hcp.exchange.transport import Transport
 
@@ -49,13 +51,38 @@ class HandlerGroup(HandlerPart):
             x's shape.
         """
 
+        return self._summed("group.sum", x)
+
+    def sum_over_domain(self, x: Tensor) -> Tensor:
+        """Sum x over all ranks of the domain, in this micro-batch: the same bits on each.
+
+        For statistics of all of its sequences, such as the experts' load over the micro-batch. With
+        gradients, as ``sum``. Every rank of the domain calls it, also one without rows, whose x is
+        that of 0 rows; if x requires gradients on one rank it does on all.
+
+        Args:
+            x: any shape, the same on all ranks; floats or int64.
+
+        Returns:
+            x's shape.
+        """
+        return self._summed("group.sum_over_domain", x, everywhere=True)
+
+    def _summed(self, operation: str, x: Tensor, *, everywhere: bool = False) -> Tensor:
         def summed(number: int) -> Tensor:
             if not x.is_floating_point() and x.dtype != torch.int64:
                 raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
-            refuse_transforms("group.sum", x)
-            return _sum(self._transport, self._calls, "group.sum", x, number)
+            refuse_transforms(operation, x)
+            if not everywhere:
+                return _sum(self._transport, self._calls, operation, x, number)
+            stamp = self._calls.domain_stamp(operation, number, x.unsqueeze(0), x.dtype)
+            return sum_over(self._transport, self._domain, x, stamp)
 
-        return self._calls.make("group.sum", summed)
+        return self._calls.make(operation, summed, everywhere=everywhere)
+
+    @cached_property
+    def _domain(self) -> AllPairs:
+        return AllPairs(range(self._transport.size), self._transport.rank)
 
 
 class SequenceValues(HandlerPart):

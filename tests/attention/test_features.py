@@ -201,6 +201,7 @@ CALLS: dict[str, Any] = {
     "dispatch": lambda cp, x: cp.dispatch(x),
     "whole.sequence_to_head": lambda cp, x: cp.whole.sequence_to_head(x),
     "group.sum": lambda cp, x: cp.group.sum(x),
+    "group.sum_over_domain": lambda cp, x: cp.group.sum_over_domain(x),
     "sequences.sum": lambda cp, x: cp.sequences.sum(x),
 }
 TRANSFORMS: dict[str, Any] = {

@@ -451,6 +451,64 @@ def test_integers_that_would_wrap_are_not_summed(dtype: torch.dtype) -> None:
     hcp.loopback(2, check)
 
 
+def load_balance(share: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+    """An auxiliary loss that is not linear in its sums, as that of experts."""
+    return (share * probability).sum() / (1 + probability.square().sum())
+
+
+def check_sum_over_domain(groups: Any, lengths: Any, limits: Any) -> int:
+    generator = torch.Generator().manual_seed(6)
+    whole = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in lengths]
+    without_rows = 0
+    for cp in all_handlers(groups, lengths, **limits):
+        sequences = sorted(s for g in cp.plan.micro_batches[cp.micro_batch] for s in g.sequences)
+        here = [whole[s].clone().requires_grad_() for s in sequences]
+        rows = torch.cat(here)
+        expected = load_balance((rows > 0).sum(0).double(), rows.tanh().sum(0))
+        expected.backward()
+
+        local = [whole[s][t] for s, t in tokens_of(cp)]
+        x = torch.stack(local) if local else torch.zeros(0, 3, dtype=torch.float64)
+        x.requires_grad_()
+        counts = cp.group.sum_over_domain((x > 0).sum(0))
+        assert counts.dtype == torch.int64
+        loss = load_balance(counts.double(), cp.group.sum_over_domain(x.tanh().sum(0)))
+        assert abs(loss - expected).item() < 1e-10
+        # Each rank has the whole loss, so the gradients of all ranks' losses add up.
+        (loss / groups.transport.size).backward()
+        by_sequence = dict(zip(sequences, here, strict=True))
+        want = [by_sequence[s].grad[t] for s, t in tokens_of(cp)]
+        assert torch.allclose(x.grad, torch.stack(want) if want else x.grad, atol=1e-10, rtol=0)
+        without_rows += not cp.rows
+    return without_rows
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 60), min_size=1, max_size=5), st.data())
+def test_a_sum_over_the_domain_has_the_gradients_of_one_rank(
+    ranks: int, lengths: list[int], data: st.DataObject
+) -> None:
+    limits = {"min_degree": data.draw(st.integers(1, ranks))}
+    lengths = [min(length, 20 * ranks) for length in lengths]
+    hcp.loopback(ranks, lambda g: check_sum_over_domain(g, lengths, limits))
+
+
+def gloo_sum_over_domain(rank: int, size: int) -> int:
+    return check_sum_over_domain(GlooGroups(), [15], {"max_degree": 1})
+
+
+def test_ranks_without_rows_take_part_in_a_sum_over_the_domain() -> None:
+    assert sorted(run_ranks(3, gloo_sum_over_domain)) == [0, 1, 1]
+
+
+def test_a_rank_that_gives_another_shape_to_a_sum_over_the_domain_is_named() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [5], max_degree=1)
+        cp.group.sum_over_domain(torch.ones(2 + groups.transport.rank))
+
+    with pytest.raises(hcp.HcpError, match=r"differ|in another call"):
+        hcp.loopback(2, check)
+
+
 def test_a_rank_without_sequences_has_no_sums() -> None:
     def check(groups: Any) -> int:
         (cp,) = all_handlers(groups, [5], max_degree=1)
