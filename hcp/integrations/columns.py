@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.integrations.documents import OF_DOCUMENTS, cut, document_lengths, short
+from hcp.integrations.documents import (
+    NAMES_OF_BOUNDS,
+    OF_DOCUMENTS,
+    bounds_of,
+    cut,
+    document_lengths,
+    lengths_of_numbers,
+    short,
+)
 
 IGNORED = -100
 """The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
@@ -20,6 +28,9 @@ TOKENS, LABELS, PADDING, TYPES = "input_ids", "labels", "attention_mask", "token
 POSITIONS, LENGTHS = "position_ids", "seq_lengths"
 MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL and chat templates leave: 0 where a token is not learned."""
+
+LONGEST = ("max_length_q", "max_length_k")
+"""Columns that Transformers' collator leaves beside its bounds, from which they follow."""
 
 _OF_TOKENS = (TOKENS, LABELS, *MASKS, PADDING, POSITIONS, TYPES)
 """Columns with a number for each token."""
@@ -32,43 +43,86 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     `item` has `input_ids`, integers (tokens,) or (1, tokens) in a list, an array or a tensor. It
     may have `labels` of the same length, not shifted, -100 where a token does not count (default:
     all count). It may have `completion_mask` or `assistant_masks`, 0 where a token does not count.
-    `attention_mask`, `position_ids`, `seq_lengths` and `token_type_ids` are accepted if they
-    describe one document without padding. Raises ValueError for anything else: an empty sequence,
-    padding, packed documents (hcp packs them itself), and other entries.
+    `attention_mask`, `position_ids`, `seq_lengths`, bounds such as `cu_seqlens` and
+    `token_type_ids` are accepted if they describe one document. Tokens after it whose
+    `attention_mask` is 0 are left out. Raises ValueError for anything else: an empty sequence,
+    padding elsewhere, packed documents (hcp packs them itself), and other entries.
     """
-    columns = _columns_of(item)
-    if len(_documents_of(columns)) > 1:
-        name = LENGTHS if LENGTHS in columns else POSITIONS
-        expected = "their number" if name == LENGTHS else "0, 1, 2, ..."
+    documents = _documents_of(item)
+    if len(documents) > 1:
+        lengths = torch.tensor([len(document[TOKENS]) for document in documents])
         raise ValueError(
-            f"{name} is {short(columns[name])} in a sample of {len(columns[TOKENS])} tokens, "
-            f"expected {expected}, one document: hcp packs them itself (causal_lm_samples takes "
-            "rows apart that say their seq_lengths, or whose position_ids go back to 0)"
+            f"a sample has documents of {short(lengths)} tokens, expected one document: hcp packs "
+            "them itself (causal_lm_samples takes rows apart that say where documents end)"
         )
-    return _sample(columns)
+    return _sample(documents[0])
 
 
 def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Make the samples of an item, each as `causal_lm_sample` does.
 
-    An item with several `seq_lengths`, as TRL packs rows, has a sample for each of its documents,
-    and so has one whose `position_ids` go back to 0. Raises ValueError if lengths do not sum to the
-    tokens, or positions are not those of the documents.
+    A packed row has a sample for each of its documents. Where they end is said by `seq_lengths`
+    (TRL), by `position_ids` that go back to 0, by an `attention_mask` with the number of each
+    token's document (1 1 1 2 3 3; 0 is padding, at the end), or by `cu_seqlens`, `cu_seqlens_q` or
+    `cu_seq_lens_q`; with `cu_seqlens_padded` or `cu_seqlens_q_padded`, these are the places, and
+    rows between documents are left out. Raises ValueError if they do not agree with each other or
+    the tokens.
     """
-    columns = _columns_of(item)
-    return [_sample(document) for document in cut(columns, _documents_of(columns))]
+    return [_sample(document) for document in _documents_of(item)]
 
 
-def _documents_of(columns: Mapping[str, Tensor]) -> list[int]:
-    return document_lengths(len(columns[TOKENS]), columns.get(LENGTHS), columns.get(POSITIONS))
+def _documents_of(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The columns of each document of an item."""
+    given = _given(item)
+    columns = _without_padding(_columns_of(given))
+    said: dict[str, Tensor] = {}
+    if bounds := {name: given[name] for name in NAMES_OF_BOUNDS if name in given}:
+        columns, said[min(bounds)] = _within(bounds, columns)
+    if LENGTHS in given:
+        said[LENGTHS] = _integers(LENGTHS, given[LENGTHS]).flatten()
+    numbers = columns.get(PADDING)
+    if numbers is not None and bool((numbers != 1).any()):
+        said[PADDING] = lengths_of_numbers(numbers)
+    lengths = document_lengths(len(columns[TOKENS]), said, columns.get(POSITIONS))
+    return list(cut(columns, lengths))
+
+
+def _without_padding(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the rows at the end whose attention mask is 0."""
+    if PADDING not in columns:
+        return dict(columns)
+    mask = columns[PADDING]
+    end = int((mask != 0).sum())
+    if not bool((mask[:end] != 0).all()) or not end:
+        _refuse(
+            PADDING,
+            mask,
+            f"0, which is padding, at the end alone: leave the {len(mask) - end} tokens of 0 out "
+            "(tokenize and pack with padding=False)",
+        )
+    if LABELS in columns and bool((columns[LABELS][end:] != IGNORED).any()):
+        _refuse(LABELS, columns[LABELS], f"{IGNORED} where the {PADDING} is 0, as in padding")
+    return {name: column[:end] for name, column in columns.items()}
+
+
+def _within(
+    bounds: Mapping[str, Any], columns: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Leave out the rows between documents, by bounds such as cu_seqlens. Also return the lengths
+    of documents."""
+    rows = {"tokens": columns[TOKENS]}
+    if any(name in columns for name in (LABELS, *MASKS)):
+        rows["loss_mask"] = _learned(columns) != IGNORED
+    spans = [(start, end) for start, end in bounds_of(bounds, rows) if end > start]
+    kept = [torch.arange(start, end) for start, end in spans]
+    places = torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+    within = {name: column[places] for name, column in columns.items()}
+    return within, torch.tensor([end - start for start, end in spans])
 
 
 def _sample(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sample of one document."""
-    labels = columns.get(LABELS, columns[TOKENS]).clone()
-    for name in MASKS:
-        if name in columns:
-            labels[columns[name] == 0] = IGNORED
+    labels = _learned(columns)
     labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
     return {
         "input_ids": columns[TOKENS],
@@ -77,15 +131,23 @@ def _sample(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _learned(columns: Mapping[str, Tensor]) -> Tensor:
+    """The labels of tokens, not shifted: IGNORED where one does not count."""
+    labels = columns.get(LABELS, columns[TOKENS]).clone()
+    for name in MASKS:
+        if name in columns:
+            labels[columns[name] == 0] = IGNORED
+    return labels
+
+
 # ---- columns -------------------------------------------------------------------------------------
 
 
-def _columns_of(item: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns of an item, int64 (T,) each; `seq_lengths` (documents,). ValueError, by name, for
-    what hcp would not follow."""
-    given = _given(item)
+def _columns_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The columns with a number for each token, int64 (T,) each. ValueError, by name, for what hcp
+    would not follow."""
     tokens = _checked_tokens(given)
-    _refuse_others(sorted(set(given) - {*_OF_TOKENS, LENGTHS}))
+    _refuse_others(sorted(set(given) - {*_OF_TOKENS, LENGTHS, *NAMES_OF_BOUNDS, *LONGEST}))
     columns = {name: _row(name, given[name]) for name in _OF_TOKENS if name in given}
     for name, column in columns.items():
         if len(column.shape) != 1 or len(column) != tokens:
@@ -94,8 +156,6 @@ def _columns_of(item: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{_OF_SHAPES.get(name, '')}"
             )
     _check_values(columns)
-    if LENGTHS in given:
-        columns[LENGTHS] = _integers(LENGTHS, given[LENGTHS]).flatten()
     return columns
 
 
@@ -159,8 +219,9 @@ def _refuse_others(others: list[str]) -> None:
     bounds = [name for name in others if name.startswith(OF_DOCUMENTS)]
     if bounds:
         raise ValueError(
-            f"a sample has {bounds[0]!r}, expected seq_lengths, or position_ids that start at 0 in "
-            "each document: from these hcp reads where documents end. Give one of them, then "
+            f"a sample has {bounds[0]!r}, expected seq_lengths, cu_seqlens, or position_ids that "
+            "start at 0 in each document: from these hcp reads where documents end. Give one of "
+            "them, then "
             f"remove the others (dataset.remove_columns({bounds}))"
         )
     known = ", ".join(sorted((*_OF_TOKENS, LENGTHS)))
@@ -172,7 +233,7 @@ def _refuse_others(others: list[str]) -> None:
 
 
 def _check_values(columns: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for values that do not describe documents without padding."""
+    """Raise ValueError for values that do not describe documents."""
     for name, column in columns.items():
         if name == TYPES and bool(column.any()):
             _refuse(name, column, "all 0: hcp does not hand segments on")
@@ -180,8 +241,8 @@ def _check_values(columns: Mapping[str, Tensor]) -> None:
             _refuse(name, column, "0 or 1 for each token")
         if name in (TOKENS, LABELS):
             _check_ids(name, column)
-    if PADDING in columns:
-        _check_padding(columns[PADDING])
+        if name == PADDING and bool((column < 0).any()):
+            _refuse(name, column, "the number of each token's document, 0 in padding")
 
 
 def _check_ids(name: str, column: Tensor) -> None:
@@ -189,25 +250,6 @@ def _check_ids(name: str, column: Tensor) -> None:
     if len(wrong):
         more = f", or {IGNORED} where a token does not count" if name == LABELS else ""
         _refuse(name, column, f"ids >= 0{more}, not {int(wrong[0])}")
-
-
-def _check_padding(mask: Tensor) -> None:
-    padded = int((mask == 0).sum())
-    if bool(((mask != 0) & (mask != 1)).any()):
-        numbers, lengths = torch.unique_consecutive(mask, return_counts=True)
-        _refuse(
-            PADDING,
-            mask,
-            "all 1: numbers of documents are given by seq_lengths, here "
-            f"{short(lengths[numbers != 0])}" + (", without the padding" if padded else ""),
-        )
-    if padded:
-        _refuse(
-            PADDING,
-            mask,
-            f"all 1, no padding: leave the {padded} tokens of 0 out (tokenize and pack with "
-            "padding=False)",
-        )
 
 
 def _refuse(name: str, column: Tensor, expected: str) -> None:

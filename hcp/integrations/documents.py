@@ -1,7 +1,7 @@
 """Where the documents of packed rows begin and end, by the forms in which loaders say it.
 
-Positions that go back to 0 (torchtitan, TRL), the lengths of documents (TRL), or cu_seqlens
-(Megatron, Bridge).
+Positions that go back to 0 (torchtitan, TRL), the lengths of documents (TRL), the number of each
+token's document (LLaMA-Factory), or cu_seqlens (Megatron, Bridge, Transformers).
 """
 
 from __future__ import annotations
@@ -74,25 +74,44 @@ def packed_documents(
         yield document
 
 
-def document_lengths(tokens: int, lengths: Tensor | None, positions: Tensor | None) -> list[int]:
+def document_lengths(
+    tokens: int, said: Mapping[str, Tensor], positions: Tensor | None
+) -> list[int]:
     """Return the tokens of each document of an item of so many tokens.
 
-    `lengths` (documents,): its seq_lengths, if it has some; else `positions` (tokens,), its
-    position_ids, say where documents begin. Raises ValueError unless both say the same.
+    `said`: the lengths (documents,) by the column that says them; without any, `positions`
+    (tokens,), its position_ids, say where documents begin. Raises ValueError unless all say the
+    same.
     """
-    found = [tokens]
-    if lengths is not None:
-        found = lengths.tolist()
-        if min(found, default=0) < 1 or sum(found) != tokens:
+    found, bounds = [tokens], ""
+    for name, lengths in said.items():
+        if min(lengths.tolist(), default=0) < 1 or int(lengths.sum()) != tokens:
             raise ValueError(
-                f"seq_lengths is {short(lengths)} in an item of {tokens} tokens, "
+                f"{name} is {short(lengths)} in an item of {tokens} tokens, "
                 "expected lengths >= 1 of its documents, which sum to the tokens"
             )
-    elif positions is not None:
-        found = _lengths_between_zeros(positions)
+        if bounds and lengths.tolist() != found:
+            raise ValueError(
+                f"documents have {short(lengths)} tokens by {name} and "
+                f"{short(torch.tensor(found))} by {bounds}, expected the same: give one of them"
+            )
+        found, bounds = lengths.tolist(), name
     if positions is not None:
-        _check_positions(positions, found, "seq_lengths" if lengths is not None else "")
+        found = found if bounds else _lengths_between_zeros(positions)
+        _check_positions(positions, found, bounds)
     return found
+
+
+def lengths_of_numbers(numbers: Tensor) -> Tensor:
+    """Return the tokens of each document, given the number of each token's (tokens,). Raises
+    ValueError for numbers that descend: a document is one piece."""
+    ascending, lengths = torch.unique_consecutive(numbers, return_counts=True)
+    if bool((ascending.diff() < 0).any()):
+        raise ValueError(
+            f"attention_mask is {short(numbers)} in an item of {len(numbers)} tokens, expected "
+            "numbers of documents that ascend, as 1, 1, 1, 2, 3, 3"
+        )
+    return lengths
 
 
 def _check_positions(positions: Tensor, lengths: Sequence[int], bounds: str) -> None:
@@ -117,11 +136,18 @@ _READ = {
     ("cu_seqlens", "cu_seqlens_unpadded"): ("cu_seqlens", "cu_seqlens_unpadded"),
     ("cu_seqlens_q",): ("cu_seqlens_q", "cu_seqlens_q"),
     ("cu_seqlens_q", "cu_seqlens_q_padded"): ("cu_seqlens_q_padded", "cu_seqlens_q"),
+    ("cu_seq_lens_q",): ("cu_seq_lens_q", "cu_seq_lens_q"),
 }
 """By the names of the bounds in a sample: those of the places of sequences, padding included, and
 those of their lengths. Bridge's older samples say unpadded where others say padded."""
 
-_TWINS = {"cu_seqlens_kv": "cu_seqlens_q", "cu_seqlens_kv_padded": "cu_seqlens_q_padded"}
+_TWINS = {
+    "cu_seqlens_kv": "cu_seqlens_q",
+    "cu_seqlens_kv_padded": "cu_seqlens_q_padded",
+    "cu_seq_lens_k": "cu_seq_lens_q",
+}
+NAMES_OF_BOUNDS = frozenset((*itertools.chain(*_READ), *_TWINS))
+"""Names that `bounds_of` reads."""
 BOUNDS = (*OF_DOCUMENTS, "seq_lengths")
 """Beginnings of the names of bounds, lengths and numbers of documents. Those that are not read are
 refused."""

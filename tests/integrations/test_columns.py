@@ -72,13 +72,17 @@ def test_a_packed_row_gives_each_document_as_if_it_were_alone(data: st.DataObjec
     documents = data.draw(rows())
     lengths = [len(document["input_ids"]) for document in documents]
     item = {name: [x for d in documents for x in d[name]] for name in documents[0]}
-    bounds = data.draw(st.sampled_from(["seq_lengths", "position_ids", "both"]))
-    if bounds != "seq_lengths":
+    bounds = data.draw(
+        st.sets(st.sampled_from(["seq_lengths", "position_ids", "attention_mask"]), min_size=1)
+    )
+    if "position_ids" in bounds:
         item["position_ids"] = [i for length in lengths for i in range(length)]
+    if "attention_mask" in bounds:
+        item["attention_mask"] = [i for i, length in enumerate(lengths, 1) for _ in range(length)]
     given_in = {
         name: FORMS[data.draw(st.sampled_from(sorted(FORMS)))](c) for name, c in item.items()
     }
-    if bounds != "position_ids":
+    if "seq_lengths" in bounds:
         given_in["seq_lengths"] = data.draw(st.sampled_from([list, torch.tensor, numpy.array]))(
             lengths
         )
@@ -133,27 +137,36 @@ REFUSED = {
         {"position_ids": torch.tensor([PACKED] * 4)},
         "Give the row that counts tokens, or seq_lengths",
     ),
-    "numbers of documents": (
-        {"attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
-        "attention_mask is [1, 1, 1, 2, 3, 3, 3, 3] in an item of 8 tokens, expected all 1: "
-        "numbers of documents are given by seq_lengths, here [3, 1, 4]",
+    "numbers of documents, and other positions": (
+        {"attention_mask": [1, 1, 1, 1, 2, 2, 2, 2], "position_ids": PACKED},
+        "expected 3 at token 3, not 0, as a document starts at token 0 by attention_mask",
     ),
-    "numbers of documents, and positions": (
-        {"attention_mask": [1, 1, 1, 2, 3, 3, 3, 3], "position_ids": PACKED},
-        "numbers of documents are given by seq_lengths, here [3, 1, 4]",
+    "numbers of documents, and other lengths": (
+        {"attention_mask": [1, 1, 1, 1, 2, 2, 2, 2], "seq_lengths": [3, 5]},
+        "documents have [4, 4] tokens by attention_mask and [3, 5] by seq_lengths, expected the "
+        "same",
     ),
-    "numbers of documents before padding": (
-        {"attention_mask": [1, 1, 1, 2, 2, 0, 0, 0]},
-        "here [3, 2], without the padding",
+    "numbers of documents that come again": (
+        {"attention_mask": [1, 1, 1, 2, 2, 1, 1, 1]},
+        "expected numbers of documents that ascend, as 1, 1, 1, 2, 3, 3",
     ),
-    "a padded tail": (
-        {"attention_mask": [1] * 5 + [0] * 3, "position_ids": [0, 1, 2, 0, 1, 0, 0, 0]},
-        "attention_mask is [1, 1, 1, 1, 1, 0, 0, 0] in an item of 8 tokens, expected all 1, no "
-        "padding: leave the 3 tokens of 0 out",
+    "negative numbers of documents": (
+        {"attention_mask": [1, 1, 1, -1, 2, 2, 2, 2]},
+        "expected the number of each token's document, 0 in padding",
     ),
     "padding on the left": (
         {"attention_mask": [False] * 2 + [True] * 6},
-        "no padding: leave the 2 tokens of 0 out",
+        "expected 0, which is padding, at the end alone: leave the 2 tokens of 0 out",
+    ),
+    "padding between documents": (
+        {"attention_mask": [1, 1, 1, 0, 2, 2, 2, 2]},
+        "at the end alone: leave the 1 tokens of 0 out",
+    ),
+    "padding alone": ({"attention_mask": [0] * 8}, "leave the 8 tokens of 0 out"),
+    "labels in padding": (
+        {"attention_mask": [1] * 6 + [0] * 2, "labels": [7] * 8},
+        "labels is [7, 7, 7, 7, 7, 7, 7, 7] in an item of 8 tokens, expected -100 where the "
+        "attention_mask is 0, as in padding",
     ),
     "positions padded by 1": (
         {"position_ids": [0, 1, 2, 0, 1, 1, 1, 1]},
@@ -183,10 +196,24 @@ REFUSED = {
     ),
     "no lengths": ({"seq_lengths": []}, "seq_lengths is [] in an item of 8 tokens"),
     "bounds of documents": (
-        {"cu_seq_lens_q": [0, 3, 8], "max_length_q": 5},
-        "a sample has 'cu_seq_lens_q', expected seq_lengths, or position_ids that start at 0 in "
-        "each document: from these hcp reads where documents end. Give one of them, then remove "
-        "the others (dataset.remove_columns(['cu_seq_lens_q']))",
+        {"document_lens": [0, 3, 8]},
+        "a sample has 'document_lens', expected seq_lengths, cu_seqlens, or position_ids that start",
+    ),
+    "bounds that end early": (
+        {"cu_seqlens": [0, 3, 6]},
+        "cu_seqlens ends at 6, expected 8, the tokens of the sample",
+    ),
+    "bounds and lengths": (
+        {"cu_seqlens": [0, 3, 8], "seq_lengths": [4, 4]},
+        "documents have [4, 4] tokens by seq_lengths and [3, 5] by cu_seqlens",
+    ),
+    "bounds of keys that are others": (
+        {"cu_seq_lens_q": [0, 3, 8], "cu_seq_lens_k": [0, 4, 8]},
+        "cu_seq_lens_k is [0, 4, 8], expected [0, 3, 8], cu_seq_lens_q: queries and keys alike",
+    ),
+    "labels between bounds": (
+        {"cu_seqlens_padded": [0, 4, 8], "cu_seqlens": [0, 3, 7], "labels": [7] * 8},
+        "loss_mask is not 0 in the rows 3 to 3, which cu_seqlens_padded says are padding",
     ),
     "numbers of sequences": ({"seq_idx": [0] * 3 + [1] * 5}, "a sample has 'seq_idx', expected"),
     "weights": (
@@ -235,25 +262,60 @@ def test_what_hcp_would_not_follow_is_refused_with_its_cause(what: str, make: An
         make({**ITEM, **columns})
 
 
-@pytest.mark.parametrize("bounds", [{"position_ids": [PACKED]}, {"seq_lengths": [3, 1, 4]}])
-def test_one_sample_of_several_documents_is_refused(bounds: dict[str, Any]) -> None:
-    (name,) = bounds
-    with pytest.raises(ValueError, match=f"{name} is .* one document: hcp packs them itself"):
-        causal_lm_sample({**ITEM, **bounds})
-    assert len(causal_lm_samples({**ITEM, **bounds})) == 3
+SAYING = {
+    "positions": {"position_ids": [PACKED]},
+    "lengths": {"seq_lengths": [3, 1, 4]},
+    "numbers": {"attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
+    "numbers of another start": {"attention_mask": [[4, 4, 4, 5, 7, 7, 7, 7]]},
+    "numbers and positions": {
+        "attention_mask": [1, 1, 1, 2, 3, 3, 3, 3],
+        "position_ids": PACKED,
+        "seq_lengths": [3, 1, 4],
+    },
+    "bounds": {"cu_seqlens": [0, 3, 4, 8]},
+    "bounds of queries": {"cu_seqlens_q": [0, 3, 4, 8], "cu_seqlens_kv": [0, 3, 4, 8]},
+}
 
 
-def test_the_advice_for_numbers_of_documents_works() -> None:
-    item = {**ITEM, "attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]}
-    with pytest.raises(ValueError, match="seq_lengths") as error:
-        causal_lm_samples(item)
-    lengths = [int(x) for x in re.findall(r"here \[([\d, ]+)\]", str(error.value))[0].split(", ")]
-    del item["attention_mask"]
-    assert [len(s["labels"]) for s in causal_lm_samples({**item, "seq_lengths": lengths})] == [
-        3,
-        1,
-        4,
-    ]
+@pytest.mark.parametrize("what", SAYING)
+def test_one_sample_of_several_documents_is_refused(what: str) -> None:
+    item = {**ITEM, **SAYING[what]}
+    with pytest.raises(ValueError, match=r"documents of \[3, 1, 4\] tokens, expected one document"):
+        causal_lm_sample(item)
+    found = [sample["input_ids"].tolist() for sample in causal_lm_samples(item)]
+    assert found == [[10, 11, 12], [13], [14, 15, 16, 17]]
+
+
+PADDED = {
+    "a mask": {"attention_mask": [1] * 5 + [0] * 3, "position_ids": [0, 1, 2, 0, 1, 1, 1, 1]},
+    "a mask and labels": {
+        "attention_mask": [1] * 5 + [0] * 3,
+        "labels": [10, 11, 12, 13, 14, -100, -100, -100],
+        "seq_lengths": [3, 2],
+    },
+    "numbers": {"attention_mask": [1, 1, 1, 2, 2, 0, 0, 0]},
+    "places": {
+        "input_ids": [10, 11, 12, 0, 13, 14, 0, 0],
+        "cu_seqlens_padded": [0, 4, 8],
+        "cu_seqlens": [0, 3, 5],
+        "position_ids": [0, 1, 2, 3, 0, 1, 2, 3],
+    },
+    "places of queries": {
+        "input_ids": [10, 11, 12, 0, 13, 14, 0, 0],
+        "labels": [10, 11, 12, -100, 13, 14, -100, -100],
+        "cu_seqlens_q_padded": torch.tensor([[0, 4, 8]]),
+        "cu_seqlens_q": torch.tensor([[0, 3, 5]]),
+    },
+}
+
+
+@pytest.mark.parametrize("what", PADDED)
+def test_padding_is_left_out(what: str) -> None:
+    first, second = causal_lm_samples({**ITEM, **PADDED[what]})
+    assert first["input_ids"].tolist() == [10, 11, 12]
+    assert first["labels"].tolist() == [11, 12, -100]
+    assert second["input_ids"].tolist() == [13, 14]
+    assert second["labels"].tolist() == [14, -100]
 
 
 # ---- what collators of Transformers and TRL write ------------------------------------------------
@@ -276,8 +338,7 @@ def test_rows_of_transformers_flattening_collator_are_taken_apart() -> None:
         flattened = transformers.DataCollatorWithFlattening(return_tensors=returned)(DOCUMENTS)
         same(causal_lm_samples(flattened), DOCUMENTS)
     more = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(DOCUMENTS)
-    with pytest.raises(ValueError, match="a sample has 'cu_seq_lens_k', expected seq_lengths"):
-        causal_lm_samples(more)
+    same(causal_lm_samples(more), DOCUMENTS)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

@@ -479,7 +479,7 @@ def both(padded, real):
         ),
         *[
             ({name: torch.tensor([2, 3])}, f"a sample has {name}, expected cu_seqlens")
-            for name in ("seq_lens", "seq_lengths", "seqlens", "cu_seq_lens_q", "seq_idx")
+            for name in ("seq_lens", "seq_lengths", "seqlens", "document_lens", "seq_idx")
         ],
         ({"segment_ids": torch.tensor([0, 0, 0, 1, 1])}, "a sample has segment_ids, expected"),
         ({"original_seq_len": -1}, "original_seq_len is -1, expected at most 5 tokens, and at"),

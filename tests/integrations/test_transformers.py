@@ -1668,7 +1668,7 @@ def test_positions_that_restart_are_documents_in_every_path_of_the_trainer(tmp_p
             {"token_type_ids": [0, 0, 1, 1]},
             "token_type_ids is .*, expected all 0: hcp does not hand",
         ),
-        ({"attention_mask": [1, 1, 1, 0]}, "attention_mask is .*, expected all 1, no padding"),
+        ({"attention_mask": [1, 0, 1, 1]}, "attention_mask is .* padding, at the end alone"),
         ({"pixel_values": [0.5]}, "a sample has 'pixel_values', expected only .*remove_columns"),
         ({"text": "words"}, r"a sample has 'text', .*dataset.remove_columns\(\['text'\]\)"),
         ({"completion_mask": [1]}, r"completion_mask has shape \(1,\), expected \(4,\)"),
