@@ -65,6 +65,12 @@ from hcp.integrations.transformers.model import (  # noqa: E402
     causal_lm_losses,
     model_inputs,
 )
+from hcp.integrations.transformers.routers import (  # noqa: E402
+    aux_counts,
+    record_routers,
+    router_aux_loss,
+    tokens_per_expert,
+)
 from hcp.integrations.transformers.seq2seq import (  # noqa: E402
     register_for_seq2seq,
     seq2seq_inputs,
@@ -77,6 +83,7 @@ __all__ = [
     "DynamicCPDataLoader",
     "EvalDataLoader",
     "Trainer",
+    "aux_counts",
     "causal_lm_loss",
     "causal_lm_losses",
     "causal_lm_sample",
@@ -88,8 +95,11 @@ __all__ = [
     "masks_of",
     "model_inputs",
     "own_attention",
+    "record_routers",
     "register_for_images",
     "register_for_seq2seq",
     "register_hcp_attention",
+    "router_aux_loss",
     "seq2seq_inputs",
+    "tokens_per_expert",
 ]

@@ -148,8 +148,10 @@ def _check_config(config: Any) -> None:
         )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            f"{name}.output_router_logits is True, expected False: the router's loss is no mean "
-            "over tokens, so it would depend on the plan (in TRL say router_aux_loss_coef=0.0)"
+            f"{name}.output_router_logits is True, expected False: the model's own loss of its "
+            "routers is of the rows of a rank, so it would depend on the plan. Give "
+            "router_aux_loss_coef= to hcp's Trainer or causal_lm_loss, which has that of each "
+            "sequence (in TRL say router_aux_loss_coef=0.0)"
         )
     for attribute, value in capacities(config):
         raise ValueError(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from hcp._words import GradReduce
 from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
+from hcp.integrations.transformers.routers import record_routers, router_aux_loss
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import check_grad_reduce
@@ -125,6 +126,7 @@ def causal_lm_loss(
     grad_reduce: GradReduce | None = None,
     inputs: Mapping[str, Any] | None = None,
     linear_cross_entropy: bool = False,
+    router_aux_loss_coef: float = 0.0,
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.
@@ -132,7 +134,16 @@ def causal_lm_loss(
     `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do, "sum" if
     they are summed; it has to be said, as to `cp.loss`. `inputs`: the model's arguments, by default
     `model_inputs`; `image_inputs` makes others. `linear_cross_entropy`: see `causal_lm_losses`.
+    `router_aux_loss_coef`: of the loss that balances experts, a mean over sequences, see
+    `router_aux_loss`.
     """
     check_grad_reduce(grad_reduce)  # before a forward
-    losses = causal_lm_losses(model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy)
-    return cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)
+    watch = record_routers(model) if router_aux_loss_coef else contextlib.nullcontext()
+    with watch as routed:
+        losses = causal_lm_losses(
+            model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy
+        )
+    loss = cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)
+    if routed is None:
+        return loss
+    return loss + router_aux_loss_coef * router_aux_loss(cp, routed, grad_reduce=grad_reduce)

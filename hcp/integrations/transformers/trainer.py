@@ -52,6 +52,7 @@ from hcp.integrations.transformers.model import (
     model_inputs,
 )
 from hcp.integrations.transformers.predictions import Predictions
+from hcp.integrations.transformers.routers import check_routers
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
@@ -82,6 +83,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         images: bool = False,
         fused_rope: bool = True,
         linear_cross_entropy: bool = False,
+        router_aux_loss_coef: float = 0.0,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
@@ -89,8 +91,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         item of the dataset, in place of a collator. `images`: items have pixel values, as
         `image_sample` takes them. `fused_rope`: see `register_hcp_attention`.
         `linear_cross_entropy`: compute losses without the logits of all rows in memory, where no
-        predictions are asked for, see `causal_lm_losses`. Other arguments are those of
-        `transformers.Trainer`.
+        predictions are asked for, see `causal_lm_losses`. `router_aux_loss_coef`: of the loss that
+        balances experts in training, a mean over sequences, see `router_aux_loss`. Other arguments
+        are those of `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
         would be wrong, or have no effect, if sequences are spread over ranks."""
@@ -116,6 +119,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
         self.linear_cross_entropy = linear_cross_entropy
+        self.router_aux_loss_coef = router_aux_loss_coef
+        if router_aux_loss_coef:
+            check_routers(self.model)
         if linear_cross_entropy:
             linear_head(self.model)
             check_linear_cross_entropy(self.args.device)
@@ -194,6 +200,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     grad_reduce="mean",
                     inputs=self._inputs(cp, local),
                     linear_cross_entropy=self.linear_cross_entropy,
+                    router_aux_loss_coef=self.router_aux_loss_coef,
                 )
             self.accelerator.backward(loss)
             total = total + loss.detach()
