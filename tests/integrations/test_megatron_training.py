@@ -56,6 +56,7 @@ def agree(name, ranks, *flags, losses=1e-4, gradients=1e-5, moves=True):
     return seen
 
 
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "16")
 CASES = {
     "gpt": Case(lengths=EIGHT),
     "hybrid": Case(
@@ -66,8 +67,20 @@ CASES = {
     ),
     "deep gpt": Case(("--num-layers", "4"), lengths=EIGHT),
     "qwen3 moe": Case(
-        ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "16"),
+        EXPERTS,
         dict(qk_layernorm=True, kv_channels=16),
+        lengths=EIGHT,
+    ),
+    "balanced experts": Case(
+        (*EXPERTS, "--clip-grad", "0"),
+        dict(
+            **dict(params_dtype=torch.float64, pipeline_dtype=torch.float64),
+            moe_router_load_balancing_type="seq_aux_loss",
+            **dict(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.05, moe_router_dtype="fp64"),
+            **dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"),
+            moe_router_bias_update_rate=0.05,
+        ),
+        builder="wide",
         lengths=EIGHT,
     ),
     "recomputed gpt": Case(
@@ -165,6 +178,21 @@ def test_recomputed_layers_train_as_one_rank_does():
 @BOTH
 def test_experts_over_two_ranks_train_as_one_rank_does(static):
     agree("qwen3 moe", 4, "--expert-model-parallel-size", "2", *scheduler(static, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, ()),
+        (4, ()),
+        (4, ("--context-parallel-size", "4")),
+        (4, ("--expert-model-parallel-size", "2")),
+        (4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+        (4, ("--pipeline-model-parallel-size", "2")),
+    ],
+)
+def test_losses_and_biases_of_routers_are_those_of_each_document_alone(ranks, flags):
+    agree("balanced experts", ranks, *flags, losses=1e-9, gradients=1e-10, moves=ranks > 2)
 
 
 def test_experts_of_tensor_parallel_ranks_train_as_one_rank_does():

@@ -8,6 +8,7 @@ and data without hcp, one document in a micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -16,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +90,29 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
         from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
-    with megatron_on_cpu():
+    with megatron_on_cpu(), _wide_routers(case):
         return body()
+
+
+@contextlib.contextmanager
+def _wide_routers(case: Case) -> Iterator[None]:
+    """Make what Megatron's routers compute in float32 float64, for a case that is compared so."""
+    if case.builder != "wide":
+        yield
+        return
+    from megatron.core.transformer.moe import moe_utils
+
+    class Wide:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    with (
+        mock.patch.object(moe_utils, "torch", Wide()),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
 
 
 def _start(case: Case, builders: dict[str | None, Any]) -> tuple[Any, list[Any], Any]:
@@ -112,7 +135,7 @@ def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
 
     job, model, optimizer = _start(case, BUILDERS)
     args = job.args
-    if case.builder == "float64":
+    if case.builder in ("float64", "wide"):
         own = functools.partial(job.forward_step, losses=float64_losses)
         job = dataclasses.replace(job, forward_step=own)
     outcome = Outcome([], [], [], [], {}, {}, [], [])
@@ -175,6 +198,9 @@ def gradients_of_first_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     pretraining.run_schedule(job, model, step, forward_only=False)
+    for name, bias in (pair for chunk in model for pair in chunk.named_buffers()):
+        if name.endswith("expert_bias"):
+            bias.zero_()  # the step has updated it
     for name, parameter, cut in parameters_of(model, args):
         own, theirs = parameter.main_grad, cut(expected[name])
         scale = float(theirs.norm()) or 1.0
@@ -186,7 +212,7 @@ def gradients_of_first_step(
 
 def _train_alone(case: Case) -> Outcome:
     job, model, optimizer = _start(case, OWN_BUILDERS)
-    losses = float64_losses if case.builder == "float64" else None
+    losses = float64_losses if case.builder in ("float64", "wide") else None
     outcome = Outcome([], [], [], [], {}, {}, [], [])
     for i, lengths in enumerate(case.lengths):
         for chunk in model:
@@ -388,9 +414,11 @@ BUILDERS: dict[str | None, Any] = {
     None: None,  # the program's own
     "hybrid": build_hybrid,
     "float64": build_in_float64,
+    "wide": build_in_float64,
 }
 OWN_BUILDERS: dict[str | None, Any] = {
     None: build_own,
     "hybrid": build_own_hybrid,
     "float64": build_own_in_float64,
+    "wide": build_own_in_float64,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
@@ -13,6 +14,7 @@ from hcp.integrations.megatron.delta import passing_states
 from hcp.integrations.megatron.layers import CoreAttention, is_absorbed, positioned
 from hcp.integrations.megatron.mamba import sharing_heads
 from hcp.integrations.megatron.megatron_dsa import choosing
+from hcp.integrations.megatron.megatron_routers import planned_layer
 from hcp.integrations.megatron.mtp import rolling
 
 # By name: importing a Mamba mixer takes Triton, which a GPT does without.
@@ -34,8 +36,8 @@ def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = T
     `spec`: that of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or
     Transformer Engine's. It may be anything made of Megatron's ModuleSpecs, dataclasses of
     submodules and lists. Every self-attention, grouped or latent, gets hcp's core attention. Mamba
-    mixers, gated delta nets and MTP layers see the sequences of the micro-batch. Linear layers,
-    norms, MLPs and experts stay.
+    mixers, gated delta nets, MTP layers and routers of experts see the sequences of the
+    micro-batch. Linear layers, norms, MLPs and experts stay.
 
     `fused_rope`: hcp rotates queries and keys, in its attention, with `config.apply_rope_fusion`
     and without. False: Megatron rotates them before, by its unfused code.
@@ -82,6 +84,9 @@ def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool
     if module.__module__.startswith("hcp."):  # a specification that was made of one of ours
         return True
     _check_known(module, path)
+    if _has_experts(node.submodules):
+        node.module = planned_layer(module)
+        return False  # it mixes no tokens itself
     for base in module.__mro__:
         if base.__name__ in _COUNTERPARTS and base.__module__.startswith("megatron.core."):
             _check_not_bridges(module, path)
@@ -92,6 +97,14 @@ def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool
                 _replace_core(node.submodules, module, path)
             return True
     return False
+
+
+def _has_experts(submodules: Any) -> bool:
+    """Whether submodules are those of a transformer layer with experts."""
+    mlp = getattr(submodules, "mlp", None)
+    made = mlp.func if isinstance(mlp, partial) else mlp
+    module = made if isinstance(made, type) or made is None else get_module(made)
+    return isinstance(module, type) and any(b.__name__ == "MoELayer" for b in module.__mro__)
 
 
 def _replace_core(submodules: Any, attention: type, path: str) -> None:
