@@ -2,9 +2,10 @@
 
     hcp/_core.abi3.so   csrc/core + bounds       C11 on CPython's limited API, no torch
                         + exchange + python
-    hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python;
-                        + cuda, nccl where nvcc  CUDA's runtime linked in, its driver not needed;
-                        is                       NCCL is found in the process at run time
+    hcp/_ops.abi3.so    csrc/core + cpu          C11 and C++17 on libtorch's stable ABI, no Python;
+                        + exchange + torch       CUDA's runtime linked in, its driver not needed;
+                        + cuda, nccl where nvcc  NCCL is found in the process at run time
+                        is
 
 Without nvcc the version ends in +cpu. Both libraries work with every CPython >= 3.11 and every
 torch >= 2.10. torch's headers and libtorch_cpu come
@@ -65,7 +66,7 @@ def sources(*folders: str) -> list[str]:
 
 LIBRARIES = [
     Extension("hcp._core", sources("core", "bounds", "exchange", "python"), py_limited_api=True),
-    Extension("hcp._ops", sources("core", "cpu", "cuda", "nccl", "torch"), py_limited_api=True),
+    Extension("hcp._ops", sources("core", "cpu", "cuda", "exchange", "nccl", "torch"), py_limited_api=True),
 ]
 
 

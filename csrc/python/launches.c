@@ -1,5 +1,5 @@
-/* launches.c - tables made of numbers alone: launches of a kernel, rounds of messages, blocks of
- * ranks, pairs of a mask; and what the words of a table say. */
+/* launches.c - tables made of numbers alone: launches of a kernel, blocks of ranks, pairs of a
+ * mask; and what the words of a table say. */
 #include "glue.h"
 
 /* The 64-bit numbers of a buffer, read-only. Returns 0, or -1 with an exception set. */
@@ -103,31 +103,6 @@ static PyObject *block(PyObject *module, PyObject *args) {
   if (hcp_block_create(numbers[0], numbers[1], numbers[2], rows, &table, &err) != HCP_OK)
     return hcp_py_raise(&err);
   return hcp_py_table(module, table);
-}
-
-static PyObject *mailbox_rounds(PyObject *module, PyObject *args) {
-  PyObject *sends, *receives, *rows;
-  hcp_moves sent, received;
-  int64_t mailbox_rows;
-  int64_t *values[2] = {NULL, NULL};
-  Py_ssize_t counts[2];
-  hcp_table *table;
-  hcp_error err;
-  if (!PyArg_ParseTuple(args, "OOO:mailbox_rounds", &sends, &receives, &rows) ||
-      hcp_py_int64(rows, "mailbox_rows", &mailbox_rows) < 0 ||
-      hcp_py_int64s(sends, "sends", &values[0], &counts[0]) < 0)
-    return NULL;
-  if (hcp_py_int64s(receives, "receives", &values[1], &counts[1]) < 0) {
-    PyMem_Free(values[0]);
-    return NULL;
-  }
-  sent = (hcp_moves){values[0], counts[0] / 3};
-  received = (hcp_moves){values[1], counts[1] / 3};
-  hcp_status status;
-  Py_BEGIN_ALLOW_THREADS status = hcp_mailbox_create(&sent, &received, mailbox_rows, &table, &err);
-  Py_END_ALLOW_THREADS PyMem_Free(values[0]);
-  PyMem_Free(values[1]);
-  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
 /* ---- what words say ---- */
@@ -269,8 +244,6 @@ static PyMethodDef functions[] = {
      "Pairs that queries from first up to end see, of a mask's words."},
     {"slices_overlap", slices_overlap, METH_O,
      "Two slices of a mask's words that see the same pair, with its query and key, or None."},
-    {"mailbox_rounds", mailbox_rounds, METH_VARARGS,
-     "Messages of (peer, row, rows) through mailboxes of so many rows, as words of a table."},
     {"packed", packed, METH_VARARGS,
      "Entries as one launch, with room for so many sequences, as words of a table."},
     {"block", block, METH_VARARGS,

@@ -65,47 +65,114 @@ static PyObject *link_rows(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(begin);
 }
 
-static hcp_status fill(const hcp_link *link, int which, const int64_t *places, Py_ssize_t n,
-                       PyObject *bytes, hcp_error *err) {
-  return hcp_link_signals_of(link, (hcp_link_signals)which,
-                             (const hcp_link_place *)(const void *)places, n,
-                             (hcp_signal *)(void *)PyByteArray_AsString(bytes), err);
+/* Ranks of a sequence, which the caller frees. */
+static int ranks_from(PyObject *given, const char *name, const int64_t **ranks, int64_t *count) {
+  int64_t *values;
+  Py_ssize_t n;
+  if (hcp_py_int64s(given, name, &values, &n) < 0) return -1;
+  *ranks = values;
+  *count = n;
+  return 0;
 }
 
-static PyObject *link_signals(PyObject *self, PyObject *args) {
-  int which;
-  PyObject *given, *view = NULL;
-  int64_t *places;
-  Py_ssize_t n;
+static void free_read(hcp_link_read *read) {
+  PyMem_Free((void *)(uintptr_t)read->owners);
+  PyMem_Free((void *)(uintptr_t)read->done);
+}
+
+/* One read, of a pair (owners, done). */
+static int read_from(PyObject *given, hcp_link_read *read) {
+  PyObject *owners, *done;
+  if (!PyArg_ParseTuple(given, "OO:read", &owners, &done)) return -1;
+  if (ranks_from(owners, "owners", &read->owners, &read->owner_count) < 0) return -1;
+  return ranks_from(done, "done", &read->done, &read->done_count);
+}
+
+/* Fills zeroed reads, in part where one of them is refused. */
+static int reads_from(PyObject *given, hcp_link_read *reads, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *item = PySequence_GetItem(given, i);
+    int status = item == NULL ? -1 : read_from(item, &reads[i]);
+    Py_XDECREF(item);
+    if (status < 0) return -1;
+  }
+  return 0;
+}
+
+static PyObject *exchange_of(PyObject *self, int64_t half, PyObject *readers,
+                             const hcp_link_read *reads, Py_ssize_t n) {
+  const int64_t *ranks;
+  int64_t count;
+  hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTuple(args, "iO:signals", &which, &given)) return NULL;
-  if (which < 0 || which >= HCP_LINK_SIGNAL_COUNT)
-    return PyErr_Format(PyExc_ValueError, "which is %d, expected 0 to %d", which,
-                        HCP_LINK_SIGNAL_COUNT - 1);
-  if (hcp_py_int64s(given, "places", &places, &n) < 0) return NULL;
-  n /= 3;
-  PyObject *bytes = PyByteArray_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(hcp_signal));
-  if (bytes != NULL)
-    view = fill(link_of(self), which, places, n, bytes, &err) == HCP_OK
-               ? PyMemoryView_FromObject(bytes)
-               : hcp_py_raise(&err);
-  PyMem_Free(places);
-  Py_XDECREF(bytes);
-  return view;
+  if (ranks_from(readers, "readers", &ranks, &count) < 0) return NULL;
+  hcp_status status = hcp_link_exchange(link_of(self), half, ranks, count, reads, n, &table, &err);
+  PyMem_Free((void *)(uintptr_t)ranks);
+  if (status != HCP_OK) return hcp_py_raise(&err);
+  return hcp_py_table(PyType_GetModule(Py_TYPE(self)), table);
+}
+
+static PyObject *link_exchange(PyObject *self, PyObject *args) {
+  PyObject *given[3], *words = NULL;
+  int64_t half;
+  if (!PyArg_ParseTuple(args, "OOO:exchange", &given[0], &given[1], &given[2]) ||
+      hcp_py_int64(given[0], "half", &half) < 0)
+    return NULL;
+  Py_ssize_t n = PySequence_Size(given[2]);
+  if (n < 0) return NULL;
+  hcp_link_read *reads = PyMem_Calloc((size_t)n + 1, sizeof *reads);
+  if (reads == NULL) return PyErr_NoMemory();
+  if (reads_from(given[2], reads, n) == 0) words = exchange_of(self, half, given[1], reads, n);
+  for (Py_ssize_t i = 0; i < n; i++) free_read(&reads[i]);
+  PyMem_Free(reads);
+  return words;
+}
+
+static PyObject *link_rounds(PyObject *self, PyObject *args) {
+  PyObject *given[3], *words = NULL;
+  int64_t row_bytes;
+  hcp_moves sends = {NULL, 0}, receives = {NULL, 0};
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OOO:rounds", &given[0], &given[1], &given[2]) ||
+      hcp_py_int64(given[2], "row_bytes", &row_bytes) < 0)
+    return NULL;
+  if (ranks_from(given[0], "sends", &sends.moves, &sends.count) == 0 &&
+      ranks_from(given[1], "receives", &receives.moves, &receives.count) == 0) {
+    sends.count /= 3;
+    receives.count /= 3;
+    words = hcp_link_rounds(link_of(self), &sends, &receives, row_bytes, &table, &err) == HCP_OK
+                ? hcp_py_table(PyType_GetModule(Py_TYPE(self)), table)
+                : hcp_py_raise(&err);
+  }
+  PyMem_Free((void *)(uintptr_t)sends.moves);
+  PyMem_Free((void *)(uintptr_t)receives.moves);
+  return words;
+}
+
+static PyObject *link_words(PyObject *self, void *unused) {
+  (void)unused;
+  hcp_link *link = ((link_object *)self)->link;
+  return hcp_py_view(PyType_GetModule(Py_TYPE(self)), self, link,
+                     (Py_ssize_t)hcp_link_words(link->ranks), 1, 'q', 1);
 }
 
 static PyGetSetDef link_getset[] = {
     {"counts", link_counts, NULL, "Number of counts, which lie on the device.", NULL},
     {"half_bytes", link_half_bytes, NULL, "Bytes for the rows of one exchange.", NULL},
+    {"words", link_words, NULL, "The link itself, for operators.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMethodDef link_methods[] = {
     {"rows", link_rows, METH_VARARGS,
      "rows($self, half, rows, row_bytes, /)\n--\n\n"
      "The byte at which rows of a half begin. ValueError where they do not fit."},
-    {"signals", link_signals, METH_VARARGS,
-     "signals($self, which, places, /)\n--\n\n"
-     "Signals as words, four each, of (peer, half, met) end to end."},
+    {"exchange", link_exchange, METH_VARARGS,
+     "exchange($self, half, readers, reads, /)\n--\n\n"
+     "Signals of an exchange of this rank, as words of a table. Each of reads is (owners, done)."},
+    {"rounds", link_rounds, METH_VARARGS,
+     "rounds($self, sends, receives, row_bytes, /)\n--\n\n"
+     "Messages of (peer, row, rows) through mailboxes, as words of a table."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot link_slots[] = {{Py_tp_new, HCP_PY_SLOT(link_new)},
@@ -166,17 +233,13 @@ static PyMethodDef functions[] = {
 int hcp_py_add_link(PyObject *module) {
 #define NUMBER(name, value) {#name, value},
 #define FIELD(type, name) #name,
-#define NAME(name) #name,
   static const number numbers[] = {HCP_SIGNAL_NUMBERS(NUMBER){NULL, 0}};
   static const char *const failure[] = {HCP_SIGNAL_FAILURE(FIELD)};
   static const char *const watch[] = {HCP_WATCH(FIELD)};
-  static const char *const sets[] = {HCP_LINK_SIGNALS(NAME)};
 #undef NUMBER
 #undef FIELD
-#undef NAME
   if (hcp_py_add_type(module, "Link", &link_spec) < 0 ||
       hcp_py_add_owned(module, "SIGNALS", dict_of(numbers)) < 0 ||
-      hcp_py_add_names(module, "LINK_SIGNALS", sets, HCP_LINK_SIGNAL_COUNT) < 0 ||
       hcp_py_add_names(module, "SIGNAL_FAILURE", failure, sizeof failure / sizeof *failure) < 0 ||
       hcp_py_add_names(module, "WATCH", watch, sizeof watch / sizeof *watch) < 0)
     return -1;

@@ -1,5 +1,6 @@
 /* table.c - tables as memory that torch can wrap. */
 #include "glue.h"
+#include "hcp/link.h"
 
 typedef struct table_object {
   PyObject_HEAD hcp_table *table;
@@ -74,6 +75,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int block_widths[] = {HCP_BLOCK_SECTIONS(WIDTH)};
   static const char *const mailbox_names[] = {HCP_MAILBOX_SECTIONS(NAME)};
   static const int mailbox_widths[] = {HCP_MAILBOX_SECTIONS(WIDTH)};
+  static const char *const link_names[] = {HCP_LINK_SECTIONS(NAME)};
+  static const int link_widths[] = {HCP_LINK_SECTIONS(WIDTH)};
   static const char *const launches_names[] = {HCP_LAUNCHES_SECTIONS(NAME)};
   static const int launches_widths[] = {HCP_LAUNCHES_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
@@ -108,7 +111,9 @@ int hcp_py_add_table(PyObject *module) {
     return -1;
   if (hcp_py_add_owned(module, "MAILBOX_SECTIONS",
                        sections_tuple(mailbox_names, mailbox_widths, HCP_MAILBOX_SECTION_COUNT)) <
-      0)
+          0 ||
+      hcp_py_add_owned(module, "LINK_SECTIONS",
+                       sections_tuple(link_names, link_widths, HCP_LINK_SECTION_COUNT)) < 0)
     return -1;
   if (hcp_py_add_owned(
           module, "LAUNCHES_SECTIONS",

@@ -4,6 +4,7 @@
 
 #include "calls.h"
 #include "hcp/signal.h"
+#include "mail.h"
 #include "shared.h"
 
 namespace hcp {
@@ -148,10 +149,9 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor(a!) progress, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
       "int stream) -> Tensor");
   m.def(
-      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, Tensor "
-      "staged, "
-      "Tensor done, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "
-      "Tensor(d!) failure, int stream) -> ()");
+      "mail(Tensor sent, Tensor(a!) received, Tensor rounds, Tensor(b!) link, "
+      "Tensor(c!) stage_progress, Tensor(d!) read_progress, Tensor(e!) counts, int tag, "
+      "int timeout_ns, Tensor(f!) failure, int stream) -> ()");
   m.def(
       "stage_and_read(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, Tensor staged, "
       "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, int next, "
@@ -169,4 +169,5 @@ STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) {
   hcp::implement_layer<hcp::Cpu>(m);
   hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cpu>(m);
+  hcp::implement_mail<hcp::Cpu>(m);
 }

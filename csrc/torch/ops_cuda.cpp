@@ -4,6 +4,7 @@
 
 #include "calls.h"
 #include "hcp/nccl.h"
+#include "mail.h"
 #include "shared.h"
 
 namespace hcp {
@@ -177,5 +178,6 @@ STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
   hcp::implement_layer<hcp::Cuda>(m);
   hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cuda>(m);
+  hcp::implement_mail<hcp::Cuda>(m);
   m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
 }

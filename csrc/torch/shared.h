@@ -104,10 +104,8 @@ struct Reading {
   int64_t next, own;
   uint32_t *progress;
 
-  // Into fresh rows, as many as `rows` says, or into those that there are.
-  Reading(const std::optional<Tensor> &into, const Tensors &parts, const Tensor &runs, int64_t rows,
-          int64_t columns, int64_t first, const Tensor &staged, const Tensor &done,
-          const Tensor &ended, const Exchange &exchange)
+  Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns, int64_t first,
+          const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
         before(signals_of("staged", staged, exchange.counts.n)),
         after(signals_of("done", done, exchange.counts.n)),
@@ -120,12 +118,7 @@ struct Reading {
     if (own < 0)
       refuse("staged has ", before.n, " owners, expected at most the ", summands.rows.size(),
              " parts that are read");
-    if (into) {
-      expect_dim("out", *into, 2);
-      expect_result(*into, given[0], summands.width);
-      expect_contiguous("out", *into);
-    }
-    out = into ? *into : fresh(given[0], {rows, summands.width});
+    out = fresh(given[0], {rows, summands.width});
     sum = reduction_of(summands, runs, out);
   }
 
@@ -153,19 +146,9 @@ Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, int64_t n
             Tensor done, Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns,
             Tensor failure, int64_t stream) {
   Exchange exchange(counts, progress, tag, timeout_ns, failure);
-  Reading reading({}, parts, runs, rows, columns, next, staged, done, progress, exchange);
+  Reading reading(parts, runs, rows, columns, next, staged, done, progress, exchange);
   reading.queue(Device(reading.out, stream), exchange);
   return reading.out;
-}
-
-// The same into rows that there are.
-template <class Device>
-void read_into(Tensor out, Tensors parts, Tensor runs, int64_t columns, int64_t next, Tensor staged,
-               Tensor done, Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns,
-               Tensor failure, int64_t stream) {
-  Exchange exchange(counts, out, tag, timeout_ns, failure);
-  Reading reading(out, parts, runs, 0, columns, next, staged, done, progress, exchange);
-  reading.queue(Device(out, stream), exchange);
 }
 
 // Both at once: the stream follows the current one up to the staging, so that what others have
@@ -178,8 +161,8 @@ Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tens
                       Tensor failure, int64_t stream) {
   Exchange exchange(counts, stage_progress, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
-  Reading reading({}, read_parts, read_runs, rows, columns, next, read_staged, read_done,
-                  read_progress, exchange);
+  Reading reading(read_parts, read_runs, rows, columns, next, read_staged, read_done, read_progress,
+                  exchange);
   Device ahead(reading.out, stream);
   staging.queue(Device(out), exchange);
   reading.queue(ahead, exchange);
@@ -197,7 +180,6 @@ void implement_shared(torch::stable::detail::StableLibrary &m) {
   m.impl("signal_set", TORCH_BOX(&signal_set<Device>));
   m.impl("stage", TORCH_BOX(&stage<Device>));
   m.impl("read", TORCH_BOX(&read<Device>));
-  m.impl("read_into", TORCH_BOX(&read_into<Device>));
   m.impl("stage_and_read", TORCH_BOX(&stage_and_read<Device>));
   m.impl("join", TORCH_BOX(&join<Device>));
 }

@@ -36,13 +36,11 @@ class NodeMemory:
         node: Sequence[int],
         keys: PeerMemory,
         messages: PeerMemory,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """``node``: its ranks, two or more. ``stream``: on which ``messages`` reads; None on the
-        CPU."""
+        """``node``: its ranks, two or more, which have mapped both."""
         self._inside = frozenset(node) - {keys.rank}
         self._keys, self._messages = keys, messages
-        self._mailboxes = Mailboxes(messages, node, stream)
+        self._mailboxes = Mailboxes(messages)
 
     def start(
         self,
@@ -140,7 +138,7 @@ class MixedTransport(NcclTransport):
         self.streams.append(stream)
         self._memory = [tensor for tensor, _ in mapped]  # alive as long as it is mapped
         (_, keys), (_, messages) = mapped
-        return NodeMemory(self.node, keys, messages, stream)
+        return NodeMemory(self.node, keys, messages)
 
     def start(
         self,

@@ -10,7 +10,7 @@ What is no layer's work (batches, agreement) travels by torch.distributed, see T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,9 @@ from hcp.exchange import agreement
 from hcp.exchange.agreement import Recent, Stamp
 from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import HALVES, LATE, OTHER_CALL, PIECES, SignalFailure, words_for
-from hcp.exchange.tables import Move
+from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
 from hcp.exchange.transport import Pending, Share
-
-_FREE, _FILLED, _FULL, _DONE = range(len(_core.LINK_SIGNALS))
 
 BUFFER_BYTES = 2**30
 """Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
@@ -89,12 +87,19 @@ class PeerTransport(TorchTransport):
         return PeerShared(self._peers_memory, share)
 
 
-Places = tuple[tuple[int, int], ...]
-"""(peer, half) each."""
+class SignalTable(Sections):
+    """The signals of an exchange through one half."""
 
+    SECTIONS = _core.LINK_SECTIONS
+    PLACES = places(SECTIONS)
 
-def placed(peers: Iterable[int], half: int) -> Places:
-    return tuple((peer, half) for peer in peers)
+    def reads(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Of each read: those of owners whose halves are full, those to owners of whom all has been
+        read, and which of the owners is the first after this rank."""
+        full, done, begin = self.section("FULL"), self.section("DONE"), (0, 0)
+        for full_end, done_end, after in self.records("READS"):
+            yield full[begin[0] : full_end], done[begin[1] : done_end], after
+            begin = (full_end, done_end)
 
 
 class PeerMemory:
@@ -104,7 +109,7 @@ class PeerMemory:
     """
 
     _MOST = 4096
-    """Most entries of columns, and of signals, that are kept for later exchanges."""
+    """Most entries of columns that are kept for later exchanges."""
 
     def __init__(
         self,
@@ -125,18 +130,15 @@ class PeerMemory:
         ``failure_messages``: where ranks say in words what has stopped their devices."""
         self.rank, self._view, self._stream = rank, view, stream
         self._timeout_ns = int(timeout * 1e9)
-        self._link = _core.Link(rank, bases, buffer_bytes)
-        self.half_bytes = self._link.half_bytes
-        self._mapped = tuple(peer for peer, base in enumerate(bases) if base)
+        self.link = _core.Link(rank, bases, buffer_bytes)
         self._failure = failure
         self._failed = SignalFailure.from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
         self.progress = torch.zeros(HALVES + 1, PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each half: staged for it, then read from it. Kernels
         # count, in the order in which they run: those that a graph replays count on.
-        self._counts = torch.zeros(self._link.counts, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(self.link.counts, dtype=torch.int64, device=device)
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
-        self._signals: dict[tuple[object, ...], Tensor] = {}
         self._recent, self._failure_messages = Recent(rank), failure_messages
 
     def begin(self, stamp: Stamp) -> None:
@@ -204,51 +206,24 @@ class PeerMemory:
         return columns
 
     def _rows(self, rank: int, half: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return self.rows_at(rank, half, 0, rows, width, dtype)
-
-    def rows_at(
-        self, rank: int, half: int, start: int, rows: int, width: int, dtype: torch.dtype
-    ) -> Tensor:
-        """View rows of a rank's half, from byte ``start`` on."""
-        begin = self._link.rows(half, rows, width * dtype.itemsize) + start
+        begin = self.link.rows(half, rows, width * dtype.itemsize)
         return self._view(rank, (rows, width), dtype, begin // dtype.itemsize)
 
     # ---- signals ----
 
-    def read_by(self, half: int, readers: tuple[int, ...] | None = None) -> Tensor:
-        """Signals of these, or of everybody who may have been a reader of this half: it has been
-        read."""
-        return self._signals_of(_FREE, placed(self._mapped if readers is None else readers, half))
-
-    def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
-        """Signals to the readers that the half is filled once more."""
-        return self._signals_of(_FILLED, placed(readers, half))
-
-    def staged_by(self, owners: Places, met: frozenset[int]) -> Tensor:
-        """Signals of these ranks that they have filled their halves: once more, or as the exchange
-        has counted already for those that it has ``met``."""
-        return self._signals_of(_FULL, owners, met)
-
-    def read_of(self, owners: Places) -> Tensor:
-        """Signals to these ranks that their halves have been read."""
-        return self._signals_of(_DONE, owners)
-
-    def _signals_of(self, which: int, places: Places, met: frozenset[int] = frozenset()) -> Tensor:
-        """int64 (places, 4) of hcp_signal."""
-        key = (which, places, met)
-        signals = self._signals.get(key)
-        if signals is None:
-            if len(self._signals) == self._MOST:
-                self._signals.clear()
-            words = [word for peer, half in places for word in (peer, half, int(peer in met))]
-            signals = tensor_of(self._link.signals(which, words), torch.int64).view(-1, 4)
-            self._signals[key] = signals
-        return signals
+    def signals(self, half: int, share: Share) -> SignalTable:
+        """The signals of a kind of exchange through a half."""
+        reads = [
+            ((), ()) if read is None else ([peer for peer, _ in read.owners], read.done)
+            for read in share.reads
+        ]
+        words = self.link.exchange(half, share.readers, reads)
+        return SignalTable(tensor_of(words, torch.int64))
 
     # ---- work ----
 
     def queue(self, operator: Any, *arguments: Any, tag: int, reads: bool) -> Any:
-        """Queue `stage`, `read` or `stage_and_read` with what all exchanges have."""
+        """Queue `stage`, `read`, `stage_and_read` or `mail` with what all exchanges have."""
         stream = (self._stream,) if reads else ()
         common = self._counts, tag, self._timeout_ns, self._failure, *stream
         try:
@@ -313,23 +288,19 @@ class PeerShared:
         memory, share = self._peers_memory, self._share
         whole = (sum(share.widths),)
         (out,) = memory.columns(((memory.rank, share.rows),), half, whole, share.dtype)
-        met: set[int] = set()
-        reads: list[_Reading | None] = []
-        for read in share.reads:
-            if read is None:
-                reads.append(None)
-                continue
-            owners = tuple(peer for peer, _ in read.owners)
-            columns = memory.columns(tuple(read.owners), half, share.widths, share.dtype)
-            known = frozenset(met.intersection(owners))
-            staged = memory.staged_by(placed(owners, half), known)
-            met.update(owners)
-            after = sum(peer < memory.rank for peer in owners)
-            signals = staged, memory.read_of(placed(read.done, half))
-            reads.append(_Reading(columns, read.runs, read.rows, after, *signals))
-        staged = memory.staged_for(half, tuple(share.readers))
+        signals = memory.signals(half, share)
+        reads = [
+            None
+            if read is None
+            else _Reading(
+                memory.columns(tuple(read.owners), half, share.widths, share.dtype),
+                *(read.runs, read.rows, after, full, done),
+            )
+            for read, (full, done, after) in zip(share.reads, signals.reads(), strict=True)
+        ]
+        free, filled = signals.section("FREE"), signals.section("FILLED")
         first = next((i for i, read in enumerate(reads) if read is not None), None)
-        return _Half(out, memory.read_by(half), staged, memory.progress[half], reads, first)
+        return _Half(out, free, filled, memory.progress[half], reads, first)
 
 
 class PeerStaged:

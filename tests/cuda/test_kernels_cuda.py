@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hcp import ops
+from hcp import _core, ops
+from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import PIECES
 
 pytestmark = [
@@ -209,27 +210,29 @@ def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 3, 512])
 @pytest.mark.parametrize("rows", [1, 7, 5000])
-def test_words_are_read_into_rows_that_there_are_bit_by_bit(rows: int, width: int) -> None:
-    """Also those that are no numbers; and the rows around them stay."""
-    words = torch.zeros(2, PIECES, dtype=torch.int64, device="cuda")
-    words[0] = 1 << 32 | 5
+def test_messages_arrive_bit_by_bit_in_rows_that_there_are(rows: int, width: int) -> None:
+    """Also those that are no numbers, in one round or two; and the rows around them stay."""
+    mailbox = -(-(rows + 1) // 2 * width * 8 // 4096) * 4096
+    size = _core.link_bytes(2, 2 * mailbox)
+    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     bits = torch.randint(-(2**63), 2**63 - 1, (rows, width), device="cuda")
     bits[0, 0] = torch.tensor(0xFFF0_0000_0000_0001 - 2**64)  # a signalling NaN
-    counts = torch.zeros(1, device="cuda").long()
-    progress = torch.zeros(PIECES, device="cuda").int()
-    met, done = (torch.tensor([(words[i].data_ptr(), 0, 0, 1)]) for i in range(2))
     out = torch.full((rows + 2, width), 7, device="cuda")
-    runs = torch.tensor([(0, rows, 0, 0)])
-    stream = torch.cuda.Stream().cuda_stream
-    torch.ops.hcp.read_into(
-        out[1:-1].view(torch.float64),
-        *([bits.view(torch.float64)], runs, 1, 0, met, done, progress, counts, 5, 10**9),
-        *(torch.zeros(4).long().pin_memory(), stream),
-    )
+    failure, stream = torch.zeros(4).long().pin_memory(), torch.cuda.Stream().cuda_stream
+    kept = []
+    for rank, moves in enumerate((([1, 0, rows], []), ([], [0, 1, rows]))):
+        link = _core.Link(rank, [one.data_ptr() for one in memory], 2 * mailbox)
+        counts = torch.zeros(link.counts, device="cuda").long()
+        progress = torch.zeros(2, PIECES, device="cuda").int()
+        tables = (link.rounds(*moves, 8 * width), link.words)
+        given = bits, out, *(tensor_of(words, torch.int64) for words in tables), *progress
+        torch.ops.hcp.mail(*given, counts, 5, 10**9, failure, stream)
+        kept.append((given, counts))
     torch.ops.hcp.join(out, stream)
     assert torch.equal(out[1:-1], bits)
     assert torch.equal(out[:: rows + 1], torch.full((2, width), 7, device="cuda"))
-    assert words[1].tolist() == [1 << 32] + [0] * (PIECES - 1)
+    assert not failure.any()
+    assert all(not progress.any() for given, _ in kept for progress in given[-2:])
 
 
 @pytest.mark.parametrize("rows", [16384, 40000])  # by a kernel all pieces at once, or one by one

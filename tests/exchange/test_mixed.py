@@ -16,11 +16,11 @@ import pytest
 import torch
 from support import mailbox_tables
 from support.cases import Case, dispatched, loopback_error, staged_by
+from support.mailbox_tables import core_rounds
 from support.mapped import MixedLoopback
 
 import hcp
 from hcp.exchange.agreement import CallKind, Stamp
-from hcp.exchange.mailbox import rounds_of
 from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
@@ -194,22 +194,28 @@ def test_rounds_equal_those_of_slow_python() -> None:
     for _ in range(3000):
         sends, receives, rows = drawn_moves(draw), drawn_moves(draw), draw.randint(1, 12)
         found, expected = (
-            as_lists(made(sends, receives, rows)) for made in (rounds_of, mailbox_tables.rounds_of)
+            as_lists(made(sends, receives, rows))
+            for made in (core_rounds, mailbox_tables.rounds_of)
         )
         assert found == expected, (sends, receives, rows)
-    assert rounds_of([], [], 1) == []
+    assert core_rounds([], [], 1) == []
 
 
 @pytest.mark.parametrize(
-    ("moves", "rows", "says"),
+    ("moves", "row_bytes", "says"),
     [
-        ([Move(0, 0, 1)], 0, "mailbox_rows is 0, expected >= 1"),
-        ([Move(0, 0, 1), Move(1, -1, 2)], 4, r"sends\[1\] has -1, expected a rank and rows >= 0"),
+        ([Move(0, 0, 1)], 0, "a row has 0 bytes, expected <= 4096"),
+        ([Move(0, 0, 1)], 4097, "a row has 4097 bytes, expected <= 4096"),
+        ([Move(0, 0, 1), Move(1, -1, 2)], 8, r"sends\[1\] has -1, expected a rank and rows >= 0"),
+        ([Move(10, 0, 1)], 8, "a move is for rank 10, with which rank 9 has no mailboxes"),
+        ([Move(9, 0, 1)], 8, "a move is for rank 9, with which rank 9 has no mailboxes"),
     ],
 )
-def test_moves_that_are_none_are_refused(moves: list[Move], rows: int, says: str) -> None:
+def test_moves_that_are_none_are_refused(moves: list[Move], row_bytes: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        rounds_of(moves, [], rows)
+        core_rounds(moves, [], 1, row_bytes)
+    with pytest.raises(ValueError, match=says.replace("sends", "receives")):
+        core_rounds([], moves, 1, row_bytes)
 
 
 def test_rounds_move_every_row_once() -> None:
@@ -218,7 +224,7 @@ def test_rounds_move_every_row_once() -> None:
         moves = drawn_moves(draw)
         mailbox = draw.randint(1, 12)
         sent = {(m.peer, row) for m in moves for row in range(m.row, m.row + m.rows)}
-        for number, one in enumerate(rounds_of(moves, moves, mailbox)):
+        for number, one in enumerate(core_rounds(moves, moves, mailbox)):
             staged = {stage.reader: stage for stage in one.stages}
             assert all(0 < stage.rows <= mailbox for stage in one.stages)
             for read in one.read_ranges:

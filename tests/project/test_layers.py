@@ -124,7 +124,7 @@ def test_python_glue_includes_only_python_plain_c_a_clock_and_the_contract() -> 
 
 def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contracts() -> None:
     standard = r"[a-z_0-9]+"  # C++'s own have no dot
-    contracts = r"hcp/(hcp|kernels|index|signal)\.h"
+    contracts = r"hcp/(hcp|kernels|index|link|signal)\.h"
     found = unexpected("torch", PLAIN, standard, STABLE_ABI, contracts)
     # The one place that looks into the CUDA build of torch, at run time.
     assert found == {"ops_cuda.cpp": ["dlfcn.h", "hcp/nccl.h"]}

@@ -22,6 +22,8 @@ from torch import Tensor
 
 import hcp
 import hcp.attention.operator
+from hcp import _core
+from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import PIECES
 from hcp.exchange.tables import ScheduleHeader, schedule_words
 
@@ -32,7 +34,7 @@ MEMORY = 1 << 30
 DRAWN = 20
 """The number of calls of each operator with several kinds of junk at once."""
 
-ADDRESSES = ("signals", "free", "staged", "done", "read_staged", "read_done")
+ADDRESSES = ("signals", "free", "staged", "done", "read_staged", "read_done", "link")
 """Tables of addresses. An operator cannot tell a wrong address from a right one, unless it is 0."""
 
 
@@ -43,6 +45,9 @@ def records(*rows: tuple[int, ...], words: int = 4) -> Tensor:
 # ---- good calls ----------------------------------------------------------------------------------
 
 COUNTS = torch.zeros(8, dtype=torch.int64)
+_END = _core.Link(0, [8, 8], 4 * 4096)
+LINK = tensor_of(_END.words, torch.int64)
+ROUNDS = tensor_of(_END.rounds([], [], 8), torch.int64)
 FAILURE = torch.zeros(4, dtype=torch.int64)
 PROGRESS = torch.zeros(PIECES, dtype=torch.int32)
 NOBODY = records()
@@ -85,7 +90,7 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         "signal_set": (x, NOBODY, COUNTS, 1),
         "stage": (torch.randn(4, 3), [x], runs, 1, NOBODY, NOBODY, PROGRESS, *told[1:]),
         "read": ([x], runs, 4, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
-        "read_into": (torch.randn(4, 3), [x], runs, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
+        "mail": (x, torch.randn(4, 3), ROUNDS, LINK, PROGRESS, PROGRESS, *told[1:], 0),
         "stage_and_read": (
             *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
             *([x], runs, 4, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),

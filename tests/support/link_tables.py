@@ -7,8 +7,12 @@ from collections.abc import Sequence
 HALVES, PIECES, PAGE, WORD_BYTES = 2, 16, 4096, 8
 STAGED, READ = 0, 1
 
-Record = tuple[int, int, int, int]
+Record = tuple[int, ...]
 """A signal: (word, place of its count, peer, whether it counts one more)."""
+Read = tuple[Sequence[int], Sequence[int]]
+"""The owners of a read, and those that no later one reads."""
+Exchange = tuple[list[Record], list[Record], list[tuple[list[Record], list[Record], int]]]
+"""Free, filled, and of each read: full, done, owners before this rank."""
 
 
 class SlowLink:
@@ -26,17 +30,19 @@ class SlowLink:
     def rows(self, half: int) -> int:
         return self.words_bytes + half * self.half_bytes
 
-    def read_by(self, places: Sequence[tuple[int, int]]) -> list[Record]:
-        return self._signals(READ, places, STAGED, to=False)
-
-    def staged_for(self, places: Sequence[tuple[int, int]]) -> list[Record]:
-        return self._signals(STAGED, places, STAGED, to=True, adds_one=True)
-
-    def staged_by(self, places: Sequence[tuple[int, int]], met: frozenset[int]) -> list[Record]:
-        return self._signals(STAGED, places, READ, to=False, adds_one=True, met=met)
-
-    def read_of(self, places: Sequence[tuple[int, int]]) -> list[Record]:
-        return self._signals(READ, places, READ, to=True)
+    def exchange(self, half: int, readers: Sequence[int], reads: Sequence[Read]) -> Exchange:
+        """The signals of an exchange through a half."""
+        mapped = [peer for peer, base in enumerate(self.bases) if base]
+        free = self._signals(READ, _at(mapped, half), STAGED, to=False)
+        filled = self._signals(STAGED, _at(readers, half), STAGED, to=True, adds_one=True)
+        made, met = [], frozenset[int]()
+        for owners, done in reads:
+            places = _at(owners, half)
+            full = self._signals(STAGED, places, READ, to=False, adds_one=True, met=met)
+            read = self._signals(READ, _at(done, half), READ, to=True)
+            made.append((full, read, sum(owner < self.rank for owner in owners)))
+            met |= frozenset(owners)
+        return free, filled, made
 
     def _signals(
         self,
@@ -67,3 +73,7 @@ class SlowLink:
     @staticmethod
     def _signal_bytes(signals: int) -> int:
         return signals * PIECES * WORD_BYTES
+
+
+def _at(peers: Sequence[int], half: int) -> list[tuple[int, int]]:
+    return [(peer, half) for peer in peers]

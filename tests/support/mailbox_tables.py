@@ -1,15 +1,87 @@
-"""The rounds of ``hcp.exchange.mailbox`` in slow and obvious Python."""
+"""The rounds of messages through mailboxes: the core's, and those of slow and obvious Python."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hcp.exchange.mailbox import _ReaderRows, _ReadRange, _Round
-from hcp.exchange.tables import Move
+from hcp import _core
+from hcp.exchange.layout import tensor_of
+from hcp.exchange.tables import Move, Sections, places
+
+RANKS = 9
+"""Ranks that moves may be for. The next one is the rank whose moves they are."""
+PAGE = _core.SIGNALS["PAGE_BYTES"]
+
+
+class _ReaderRows(NamedTuple):
+    """Rows of one round for one reader."""
+
+    reader: int
+    rows: int
+    runs: Tensor
+    """Rows of the mailbox <- rows that are sent."""
+
+
+class _ReadRange(NamedTuple):
+    """Rows of one round that follow each other where they are received."""
+
+    first: int
+    rows: int
+    owners: tuple[tuple[int, int], ...]
+    """(rank, rows in its mailbox), in the order of the parts."""
+    runs: Tensor
+    met: frozenset[int]
+    """Owners of whom an earlier range of the round has read."""
+    done: tuple[int, ...]
+    """Owners of whom no later range of the round reads."""
+
+
+class _Round(NamedTuple):
+    stages: list[_ReaderRows]
+    read_ranges: list[_ReadRange]
+
+
+class _Rounds(Sections):
+    SECTIONS = _core.MAILBOX_SECTIONS
+    PLACES = places(SECTIONS)
+
+    def stages(self) -> list[_ReaderRows]:
+        runs, begin, made = self.section("WRITE_RUNS"), 0, []
+        for reader, rows, end in self.records("WRITES"):
+            made.append(_ReaderRows(reader, rows, runs[begin:end]))
+            begin = end
+        return made
+
+    def read_ranges(self) -> list[_ReadRange]:
+        runs, owners = self.section("READ_RUNS"), self.records("OWNERS")
+        begin, made = (0, 0), []
+        for first, rows, *end in self.records("READS"):
+            own = owners[begin[0] : end[0]]
+            parts = tuple((peer, held) for peer, held, *_ in own)
+            met = frozenset(peer for peer, _, met, _ in own if met)
+            done = tuple(peer for peer, *_, done in own if done)
+            made.append(_ReadRange(first, rows, parts, runs[begin[1] : end[1]], met, done))
+            begin = (end[0], end[1])
+        return made
+
+
+def core_rounds(
+    sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int, row_bytes: int | None = None
+) -> list[_Round]:
+    """Those of the core, in mailboxes of a page, which have room for so many rows."""
+    link = _core.Link(RANKS, [8] * (RANKS + 1), 2 * RANKS * PAGE)
+    row_bytes = PAGE // mailbox_rows if row_bytes is None else row_bytes
+    sent, received = (list(itertools.chain(*moves)) for moves in (sends, receives))
+    table = _Rounds(tensor_of(link.rounds(sent, received, row_bytes), torch.int64))
+    stages, read_ranges = table.stages(), table.read_ranges()
+    ends = [[0, 0], *table.records("ROUNDS")]
+    return [_Round(stages[a:b], read_ranges[c:d]) for (a, c), (b, d) in itertools.pairwise(ends)]
 
 
 def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int) -> list[_Round]:

@@ -34,15 +34,17 @@ def memory_of(
     buffer_bytes: int,
     timeout: float,
     failure_messages: FailureMessages | None,
+    node: Sequence[int],
 ) -> PeerMemory:
-    """One rank's end of memory. ``memories``: that of each rank, as bytes."""
+    """One rank's end of memory. ``memories``: that of each rank, as bytes, of which the node's are
+    mapped."""
 
     def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:
         return memories[rank].view(dtype)[start : start + shape[0] * shape[1]].view(shape)
 
     return PeerMemory(
         rank,
-        [memory.data_ptr() for memory in memories],
+        [memory.data_ptr() * (peer in node) for peer, memory in enumerate(memories)],
         view,
         torch.zeros(4, dtype=torch.int64),
         device=torch.device("cpu"),
@@ -77,6 +79,7 @@ class MappedTransport(LoopbackTransport):
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout,
             failure_messages=type(self).failure_messages(self.rank),
+            node=self.node,
         )
 
     def share(self, share: Share) -> PeerShared:
@@ -129,6 +132,7 @@ class MixedGloo(TorchTransport):
                 buffer_bytes=self.BUFFER_BYTES,
                 timeout=timeout,
                 failure_messages=self.failure_messages,
+                node=self.node,
             )
             for name in ("keys", "messages")
         )
