@@ -66,7 +66,9 @@ def sources(*folders: str) -> list[str]:
 
 LIBRARIES = [
     Extension("hcp._core", sources("core", "bounds", "exchange", "python"), py_limited_api=True),
-    Extension("hcp._ops", sources("core", "cpu", "cuda", "exchange", "nccl", "torch"), py_limited_api=True),
+    Extension(
+        "hcp._ops", sources("core", "cpu", "cuda", "exchange", "nccl", "torch"), py_limited_api=True
+    ),
 ]
 
 

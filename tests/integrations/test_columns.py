@@ -197,7 +197,7 @@ REFUSED = {
     "no lengths": ({"seq_lengths": []}, "seq_lengths is [] in an item of 8 tokens"),
     "bounds of documents": (
         {"document_lens": [0, 3, 8]},
-        "a sample has 'document_lens', expected seq_lengths, cu_seqlens, or position_ids that start",
+        "a sample has 'document_lens', expected seq_lengths, cu_seqlens, or position_ids that",
     ),
     "bounds that end early": (
         {"cu_seqlens": [0, 3, 6]},
