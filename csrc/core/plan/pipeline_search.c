@@ -225,7 +225,7 @@ static hcp_status order(search *s, const hcp__draft *from, int32_t i, int64_t bu
 static hcp_status polish(search *s, int32_t i, hcp_error *err) {
   int32_t placed = 0;
   hcp_status status =
-      hcp__polish_blocks(s->p, &s->finalists[i], s->makespans[i], s->effort, &s->blocks, err);
+      hcp__polish_blocks(s->p, &s->finalists[i], s->makespans[i], s->effort, 1, 0, &s->blocks, err);
   if (status == HCP_OK && s->blocks.count > 0)
     status = hcp__place_waves(s->p, &s->blocks, &placed, err);
   if (status != HCP_OK || !placed) return status;
@@ -316,7 +316,7 @@ hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft 
   for (int32_t e = 1; e <= effort && p->n > 0 && status == HCP_OK; e *= 2) {
     hcp__draft draft;
     status = hcp__draft_init(&draft, p->n, err);
-    if (status == HCP_OK) status = hcp__plan_search(p, e, &draft, err);
+    if (status == HCP_OK) status = hcp__plan_search(p, e, 0, &draft, err);
     if (status == HCP_OK) status = plan_once(p, e, &draft, &makespan, err);
     if (status == HCP_OK && makespan < least) {
       least = makespan;

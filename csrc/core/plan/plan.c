@@ -381,8 +381,7 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
   if (status != HCP_OK) goto fail_draft;
   effort = useful_effort(n, effort);
   status = limits->pipeline.stages > 1 ? hcp__plan_pipeline(&problem, effort, &draft, err)
-                                       : hcp__plan_search(&problem, effort, &draft, err);
-  if (status == HCP_OK) status = hcp__plan_forced(&problem, effort, &draft, err);
+                                       : hcp__plan_best(&problem, effort, &draft, err);
   if (status == HCP_OK) status = hcp__go_on(&problem, err);
   if (status == HCP_OK) status = create_settled(&draft, &problem, plan, err);
   hcp__draft_release(&draft);

@@ -3,11 +3,13 @@
  *   plan.c      checks a request, asks for a plan, and makes the value that callers get
  *   problem.c   lays the request out: kinds of sequences, and options for each
  *   bound*.c    finds a time that no plan beats
+ *   freedom.c   searches the request and stricter ones, and keeps the best plan of all
  *   search.c    makes attempts, of which judge.c keeps the best
  *   list.c, columns.c, skyline.c   attempts where ranks meet at the end of the step
  *   waves*.c    attempts in micro-batches of a height, for ranks in lockstep and others
  *   pipeline*.c split, order and time the micro-batches of a pipeline
  *   balance.c   balances the single ranks that end a plan
+ *   step_polish.c, needs.c   improve plans whose ranks meet at the end of the step
  *   report.c    measures what a plan gives its ranks; replay.c runs it on a machine
  *
  * Words:
@@ -236,6 +238,26 @@ const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kin
 /* A time that no degree of the kind beats. */
 int64_t hcp__fastest(const hcp__problem *problem, const hcp__kind *kind);
 
+/* What every sequence takes at every degree, asked once (needs.c). */
+typedef struct hcp__need {
+  int64_t time, rows; /* time 0: not asked yet */
+} hcp__need;
+
+typedef struct hcp__needs {
+  const hcp__problem *p;
+  hcp__need *table; /* n * row */
+  size_t row;       /* ranks + 1 */
+  int64_t never;    /* the time where a degree is not allowed, or would take longer */
+} hcp__needs;
+
+int hcp__needs_init(hcp__needs *needs, const hcp__problem *problem, int64_t never);
+void hcp__needs_release(hcp__needs *needs);
+hcp__need hcp__need_ask(const hcp__needs *needs, hcp__need *one, int32_t sequence, int32_t degree);
+static inline hcp__need hcp__need_of(const hcp__needs *needs, int32_t sequence, int32_t degree) {
+  hcp__need *one = &needs->table[(size_t)sequence * needs->row + (size_t)degree];
+  return one->time > 0 ? *one : hcp__need_ask(needs, one, sequence, degree);
+}
+
 /* ---- Bounds (bound.c, bound_lockstep.c, bound_pipeline.c; csrc/bounds has a sharper one) ---- */
 
 /* What every call that takes a request begins with: its checks, the problem and its bound. The
@@ -315,21 +337,23 @@ int64_t hcp__launches(const hcp_limits *limits, const hcp_cost *cost, int32_t ra
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 
-/* ---- The search (search.c, judge.c, forced.c) ---- */
+/* ---- The search (search.c, judge.c, freedom.c) ---- */
 
-/* Makes *draft the best plan found for the problem without its order in a pipeline. */
-hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
-                            hcp_error *err);
+/* Makes *draft the best plan found for the problem without its order in a pipeline. lean leaves
+ * out the attempts that take longest. */
+hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, int32_t lean,
+                            hcp__draft *draft, hcp_error *err);
 
-/* Makes *best the best plan in which all sequences have one degree, if that is better. Many
- * sequences on many ranks are left as they are (forced.c). */
-hcp_status hcp__plan_forced(const hcp__problem *problem, int32_t effort, hcp__draft *best,
-                            hcp_error *err);
+/* Makes *draft the best plan found for the problem and for stricter ones, without an order in a
+ * pipeline (freedom.c). */
+hcp_status hcp__plan_best(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                          hcp_error *err);
 
 /* Attempts, of which the best is kept. */
 typedef struct hcp__search {
   const hcp__problem *p;
   int32_t effort;
+  int32_t lean; /* without the attempts that take longest */
   hcp__blocks blocks; /* of the latest attempt */
   hcp__draft draft;   /* the same              */
   hcp__draft *best;
@@ -418,12 +442,18 @@ hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, in
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
 
 /* Looks for micro-batches a little lower than the best, of few sequences that may have
- * any ranks. */
-hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
+ * any ranks, in a share of the usual looks. */
+hcp_status hcp__polish(hcp__search *search, int32_t effort, int32_t share, int32_t warm,
+                       hcp_error *err);
+/* Looks for a plan of few sequences that ends a little sooner than the best, where ranks meet at
+ * the end of the step (step_polish.c). */
+hcp_status hcp__polish_step(hcp__search *search, int32_t effort, int32_t share, int32_t warm,
+                           hcp_error *err);
 /* The same for a plan of micro-batches in which all ranks wait for the slowest, in a pipeline or
  * not. Blocks name their micro-batches; there are none when steps are not possible. */
 hcp_status hcp__polish_blocks(const hcp__problem *problem, const hcp__draft *from, int64_t makespan,
-                              int32_t effort, hcp__blocks *blocks, hcp_error *err);
+                              int32_t effort, int32_t share, int32_t warm, hcp__blocks *blocks,
+                              hcp_error *err);
 
 /* ---- Pipelines (pipeline_time.c, pipeline_order.c, pipeline_search.c) ---- */
 

@@ -9,6 +9,7 @@
 enum {
   TARGET_UNIT = 64,   /* of the bound */
   TARGETS = 12,
+  LEAN_TARGETS = 3,
   MANY = 1 << 12,     /* sequences from which fewer plans are tried */
   LARGE = 1 << 15,    /* and fewer still */
   PACKINGS = 8,       /* limits to which single ranks are packed */
@@ -76,6 +77,7 @@ static hcp_status try_lists(search *s, hcp_error *err) {
     count = s->p->n >= LARGE ? 2 : 5;
     nested_count = s->p->n >= LARGE ? 0 : 1;
   }
+  if (s->lean) count = nested_count = LEAN_TARGETS;
   count *= s->effort;
   if (count > TARGETS) count = TARGETS;
   for (int32_t i = 0; i < count && !is_done(s); i++) {
@@ -110,7 +112,7 @@ static hcp_status try_packed(search *s, hcp_error *err) {
  * each other closely from the bound on, as long as ending in time would pay. */
 static hcp_status sharpen(search *s, hcp_error *err) {
   int32_t large = s->p->n >= LARGE;
-  int32_t count = large ? LARGE_SHARPENINGS : SHARPENINGS * s->effort;
+  int32_t count = large ? LARGE_SHARPENINGS : (s->lean ? LEAN_TARGETS : SHARPENINGS) * s->effort;
   int64_t beside = launches(s, s->best->micro_batch_count), target = s->p->bound - beside;
   for (int32_t i = 0; i < count && !is_done(s) && target < s->makespan - beside; i++) {
     target += (s->p->bound + target) / 2 / (large ? LARGE_SHARPENING : SHARPENING);
@@ -149,7 +151,7 @@ static hcp_status try_skylines(search *s, hcp_error *err) {
 
 /* Whether columns that end together are a plan that does, and one worth looking for. */
 static int may_cut(const search *s) {
-  return hcp__is_free(s->p) && s->p->limits->slowness == NULL &&
+  return !s->lean && hcp__is_free(s->p) && s->p->limits->slowness == NULL &&
          s->p->limits->pipeline.stages < 2 &&
          (hcp__is_few(s->p) || (s->p->n < LARGE && s->makespan - s->p->bound > s->p->bound >> 7));
 }
@@ -204,16 +206,17 @@ static hcp_status try_all(search *s, hcp_error *err) {
   if (status == HCP_OK && (!cut || is_far(s))) status = sharpen(s, err);
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
-  if (status == HCP_OK && hcp__is_free(s->p) && hcp__is_few(s->p) && is_far(s))
+  if (status == HCP_OK && !s->lean && hcp__is_free(s->p) && hcp__is_few(s->p) && is_far(s))
     status = try_skylines(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */
-  if (status == HCP_OK && is_far(s) && s->p->n < LARGE) status = hcp__search_waves(s, err);
+  if (status == HCP_OK && !s->lean && is_far(s) && s->p->n < LARGE)
+    status = hcp__search_waves(s, err);
   return status == HCP_OK ? hcp__balance(s, err) : status;
 }
 
-hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, int32_t lean, hcp__draft *draft,
                             hcp_error *err) {
-  search s = {.p = p, .effort = effort, .best = draft, .makespan = INT64_MAX};
+  search s = {.p = p, .effort = effort, .lean = lean, .best = draft, .makespan = INT64_MAX};
   if (p->n == 0) return HCP_OK;
   hcp_status status = hcp__blocks_init(&s.blocks, p->n, err);
   if (status != HCP_OK) return status;

@@ -21,7 +21,8 @@ enum {
   MANY = 1 << 12,   /* sequences from which less is tried */
   LARGE = 1 << 15,
   LARGE_ATTEMPTS = 50,
-  FEW_ATTEMPTS = 200
+  FEW_ATTEMPTS = 200,
+  LEAN_ATTEMPTS = 20
 };
 
 typedef struct heights {
@@ -240,14 +241,15 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   return status;
 }
 
-static int32_t attempts(const hcp__problem *p) {
+static int32_t attempts(const hcp__problem *p, int32_t lean) {
+  if (lean) return hcp__is_few(p) ? LEAN_ATTEMPTS : LEAN_ATTEMPTS / 2;
   if (p->n >= LARGE) return LARGE_ATTEMPTS;
   return hcp__is_few(p) && p->limits->sync == HCP_SYNC_MICRO_BATCH ? FEW_ATTEMPTS : ATTEMPTS;
 }
 
 static hcp_status descend_all(lockstep *l, int32_t effort, hcp_error *err) {
   hcp_status status = HCP_OK;
-  l->budget = attempts(l->s->p) * effort;
+  l->budget = attempts(l->s->p, l->s->lean) * effort;
   start(l, effort);
   int32_t budget = l->budget;
   for (int32_t i = 0; i < STARTS && l->best[i].sum < INT64_MAX && status == HCP_OK; i++) {
@@ -268,11 +270,9 @@ hcp_status hcp__search_waves(hcp__search *s, hcp_error *err) {
   status = allocate(&l)
                ? fill_greedily(&l, err)
                : hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", l.most);
-  /* Doubled, so that more effort tries what less does. */
-  for (int32_t effort = 1; effort <= s->effort && status == HCP_OK; effort *= 2) {
-    status = descend_all(&l, effort, err);
-    if (status == HCP_OK) status = hcp__polish(s, effort, err);
-  }
+  if (status == HCP_OK) status = descend_all(&l, s->effort, err);
+  if (status == HCP_OK && !s->lean && !s->p->limits->pow2)
+    status = hcp__polish(s, s->effort, 1, 0, err);
   for (int32_t i = 0; i < STARTS; i++) free(l.best[i].at);
   free(l.tried.at);
   hcp__waves_destroy(l.waves);

@@ -18,11 +18,9 @@
 enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 8192, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 /* Passes of a pipeline that are one look; of so many steps one changes its order. */
-enum { LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 512, PIPELINE_MORE = 32 };
-
-typedef struct need {
-  int64_t time, rows; /* time 0: not asked yet */
-} need;
+/* The part of the makespan, as a shift, that a first step may lose, less how warm it is. */
+enum { WARM = 9 };
+enum { BETWEEN = 64, LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 512, PIPELINE_MORE = 32 };
 
 typedef struct group {
   int32_t wave, degree;
@@ -46,7 +44,7 @@ typedef struct polish {
   int64_t never; /* no group of a better plan takes as long */
   int64_t looks; /* left */
   uint32_t chance;
-  need *needs;  /* n * (ranks + 1) */
+  hcp__needs needs;
   wave *wave;
   group *group; /* n + waves */
   int32_t *next, *in; /* n: the next sequence of the same group, and that group */
@@ -57,27 +55,23 @@ typedef struct polish {
   hcp__passes passes;     /* of a pipeline: */
   int32_t *order;         /* waves: places to micro-batches */
   int64_t *heights, *ends, makespan; /* waves, and scratch for stages and waves */
+  int64_t warm, all_looks; /* what a first step may lose, and the looks of all steps */
+  int64_t best;            /* value of what is kept, INT64_MAX: nothing */
+  int64_t now;             /* value of what stands */
+  int32_t kept_groups;
+  wave *kept_wave;
+  group *kept_group;
+  int32_t *kept_next, *kept_in, *kept_order;
 } polish;
 
 /* ---- groups ---- */
-
-static need need_of(const polish *o, int32_t s, int32_t degree) {
-  need *one = &o->needs[(size_t)s * ((size_t)o->ranks + 1) + (size_t)degree];
-  if (one->time > 0) return *one;
-  one->time = o->never;
-  if (!hcp__degree_allowed(o->p->limits, o->p->cost, degree)) return *one;
-  one->rows = hcp__load(o->p, s, degree);
-  int64_t time = hcp__cost(o->p->cost, hcp__size_at(o->p, s), degree, o->p->limits->ranks_per_node);
-  if (time > 0 && time < o->never && one->rows <= o->p->capacity) one->time = time;
-  return *one;
-}
 
 /* o->never: the group does not fit. */
 static int64_t time_at(polish *o, int32_t g, int32_t degree) {
   int64_t time = 0, rows = 0;
   if (degree < 1 || degree > o->ranks) return o->never;
   for (int32_t s = o->group[g].first; s >= 0; s = o->next[s]) {
-    need one = need_of(o, s, degree);
+    hcp__need one = hcp__need_of(&o->needs, s, degree);
     o->looks--;
     time += one.time;
     rows += one.rows;
@@ -221,6 +215,41 @@ static int64_t value(const polish *o, int32_t a, int32_t b) {
   return HEIGHT * (is_pipeline(o) ? o->makespan : heights) + areas;
 }
 
+/* ---- worse for a while ---- */
+
+/* What a step may lose: less and less, and nothing at the end. */
+static int64_t slack(const polish *o) {
+  int64_t left = o->looks - o->all_looks / 4;
+  return left <= 0 ? 0 : hcp__scaled(o->warm, left, o->all_looks);
+}
+
+static int64_t value_of_all(const polish *o) {
+  int64_t sum = 0;
+  for (int32_t w = 0; w < o->waves; w++)
+    sum += (is_pipeline(o) ? 0 : HEIGHT * o->wave[w].height) + o->wave[w].area / o->ranks;
+  return sum + (is_pipeline(o) ? HEIGHT * o->makespan : 0);
+}
+
+static void copy_state(const polish *o, int back) {
+  size_t n = (size_t)o->p->n, waves = (size_t)o->waves;
+  size_t groups = (size_t)(back ? o->kept_groups : o->groups);
+#define COPY(to, from, count) memcpy(back ? from : to, back ? to : from, (count) * sizeof *(to))
+  COPY(o->kept_wave, o->wave, waves);
+  COPY(o->kept_group, o->group, groups);
+  COPY(o->kept_next, o->next, n);
+  COPY(o->kept_in, o->in, n);
+  COPY(o->kept_order, o->order, waves);
+#undef COPY
+}
+
+/* Keeps what stands where it is the best so far. */
+static void keep_best(polish *o) {
+  if (o->warm == 0 || o->now >= o->best) return; /* what stands is the best */
+  o->best = o->now;
+  o->kept_groups = o->groups;
+  copy_state(o, 0);
+}
+
 /* s goes to group g, t, unless -1, from there to where s was. */
 static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   int32_t from = o->in[s], a = o->group[from].wave, b = o->group[g].wave;
@@ -237,7 +266,12 @@ static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   remeasure(o, g);
   if (divide(o, a) && (a == b || divide(o, b))) {
     if (is_pipeline(o)) o->makespan = pipeline_time(o);
-    if (value(o, a, b) <= before) return;
+    int64_t after = value(o, a, b);
+    if (after <= before + slack(o)) {
+      o->now += after - before;
+      keep_best(o);
+      return;
+    }
   }
   leave(o, s);
   if (t >= 0) leave(o, t);
@@ -277,8 +311,10 @@ static void step_in_order(polish *o) {
   move_place(o, i, k);
   if (swaps) move_place(o, other, i);
   int64_t makespan = pipeline_time(o);
-  if (makespan <= o->makespan) {
+  if (HEIGHT * (makespan - o->makespan) <= slack(o)) {
+    o->now += HEIGHT * (makespan - o->makespan);
     o->makespan = makespan;
+    keep_best(o);
     return;
   }
   if (swaps) move_place(o, i, other);
@@ -290,7 +326,7 @@ static void step_anywhere(polish *o) {
   int32_t k = way < 2 ? draw(o, n) : (i + 1 + draw(o, n / NEAR + 1)) % n;
   int32_t s = o->p->order[i], t = o->p->order[k], g = o->in[t];
   o->looks--;
-  if (g == o->in[s]) return;
+  if (g == o->in[s] && (way > 0 || o->warm == 0)) return;
   if (way == 0) g = empty_in(o, is_pipeline(o) ? draw(o, o->waves) : o->group[g].wave);
   if (way < 2 && g >= 0) step(o, s, g, -1);
   if (way >= 2 && !hcp__same_size(o->p, s, t)) step(o, s, g, t);
@@ -316,7 +352,7 @@ static void load(polish *o, const hcp__draft *draft) {
   }
 }
 
-static void unload(const polish *o, hcp__blocks *blocks) {
+static void unload(polish *o, hcp__blocks *blocks) {
   int32_t *places = o->order + o->waves;
   for (int32_t i = 0; i < o->waves; i++) places[o->order[i]] = i;
   blocks->count = 0;
@@ -327,7 +363,7 @@ static void unload(const polish *o, hcp__blocks *blocks) {
     int32_t b = hcp__block_open(blocks, 0, one->degree, 0, 0);
     blocks->block[b].micro_batch = places[one->wave];
     for (int32_t s = one->first; s >= 0; s = o->next[s]) {
-      need taken = need_of(o, s, one->degree);
+      hcp__need taken = hcp__need_of(&o->needs, s, one->degree);
       hcp__block_add(blocks, b, s, taken.rows, taken.time);
     }
   }
@@ -338,7 +374,7 @@ static int may_step(const hcp__problem *p, int64_t makespan) {
   const hcp_limits *limits = p->limits;
   int64_t stages = limits->pipeline.stages > 1 ? limits->pipeline.stages : 1;
   int64_t chunks = limits->pipeline.virtual_stages > 1 ? limits->pipeline.virtual_stages : 1;
-  return !limits->pow2 && limits->slowness == NULL && (int64_t)p->n * limits->ranks <= TIMES &&
+  return limits->slowness == NULL && (int64_t)p->n * limits->ranks <= TIMES &&
          makespan - p->bound > p->bound >> 9 &&
          makespan < INT64_MAX / 1024 / limits->ranks / stages / chunks;
 }
@@ -349,20 +385,17 @@ static void release(polish *o) {
   free(o->order);
   free(o->below);
   free(o->log);
-  free(o->in);
   free(o->next);
   free(o->group);
   free(o->wave);
-  free(o->needs);
+  hcp__needs_release(&o->needs);
 }
 
 static int allocate(polish *o) {
   size_t n = (size_t)o->p->n, ranks = (size_t)o->ranks, waves = (size_t)o->waves;
-  o->needs = calloc(n * (ranks + 1), sizeof *o->needs);
-  o->wave = calloc(waves, sizeof *o->wave);
-  o->group = calloc(n + waves, sizeof *o->group);
-  o->next = calloc(n, sizeof *o->next);
-  o->in = calloc(n, sizeof *o->in);
+  o->wave = calloc(2 * waves, sizeof *o->wave);
+  o->group = calloc(2 * (n + waves), sizeof *o->group);
+  o->next = calloc(4 * n, sizeof *o->next);
   o->log_size = 8 * o->ranks + 2;
   o->log = malloc((size_t)o->log_size * sizeof *o->log);
   o->below = calloc(3 * (ranks + 1), sizeof *o->below);
@@ -371,17 +404,26 @@ static int allocate(polish *o) {
   o->room = o->counts + ranks + 1;
   for (int32_t d = 1; d < o->ranks; d++)
     o->below[d + 1] = hcp__degree_allowed(o->p->limits, o->p->cost, d) ? d : o->below[d];
-  o->order = calloc(2 * waves, sizeof *o->order);
+  o->order = calloc(3 * waves, sizeof *o->order);
   o->ends = calloc((size_t)o->p->limits->pipeline.stages + 2 * waves, sizeof *o->ends);
   if (o->order == NULL || o->ends == NULL) return 0;
   o->heights = o->ends + o->p->limits->pipeline.stages + waves;
   for (int32_t w = 0; w < o->waves; w++) o->order[w] = w;
-  return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
-         o->in != NULL && o->log != NULL;
+  if (!hcp__needs_init(&o->needs, o->p, o->never) || o->wave == NULL || o->group == NULL ||
+      o->next == NULL || o->log == NULL)
+    return 0;
+  o->in = o->next + n;
+  o->kept_next = o->in + n;
+  o->kept_in = o->kept_next + n;
+  o->kept_wave = o->wave + waves;
+  o->kept_group = o->group + n + waves;
+  o->kept_order = o->order + 2 * waves;
+  return 1;
 }
 
 hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int64_t makespan,
-                              int32_t effort, hcp__blocks *blocks, hcp_error *err) {
+                              int32_t effort, int32_t share, int32_t warm, hcp__blocks *blocks,
+                              hcp_error *err) {
   polish o = {.p = p, .ranks = p->limits->ranks, .waves = from->micro_batch_count};
   if (p->limits->pipeline.stages > 1) o.waves++; /* one that sequences may begin */
   o.never = makespan + 1;
@@ -390,7 +432,7 @@ hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int
   int32_t looks = hcp__node_ranks(p->limits) < o.ranks ? NODE_LOOKS : LOOKS;
   o.looks = p->limits->pipeline.stages > 1
                 ? (int64_t)PIPELINE_LOOKS * (p->n + PIPELINE_MORE) * effort
-                : (int64_t)looks * (p->n + MORE) * effort;
+                : (int64_t)looks * (p->n + MORE) * effort / share;
   o.chance = (uint32_t)effort;
   hcp_status status = HCP_OK;
   if (!allocate(&o))
@@ -400,21 +442,32 @@ hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int
   if (status == HCP_OK) {
     load(&o, from);
     if (is_pipeline(&o)) o.makespan = pipeline_time(&o);
-    while (o.looks > 0 && !hcp__stopped(p))
+    o.all_looks = o.looks;
+    o.warm = warm > 0 ? HEIGHT * (makespan >> (WARM - warm)) : 0;
+    o.best = INT64_MAX;
+    o.now = value_of_all(&o);
+    keep_best(&o);
+    for (uint32_t i = 1; o.looks > 0 && (i % BETWEEN != 0 || !hcp__stopped(p)); i++)
       if (is_pipeline(&o) && draw(&o, ORDERS) == 0)
         step_in_order(&o);
       else
         step_anywhere(&o);
+    if (o.now > o.best) {
+      copy_state(&o, 1);
+      o.groups = o.kept_groups;
+    }
     unload(&o, blocks);
   }
   release(&o);
   return status;
 }
 
-hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
+hcp_status hcp__polish(hcp__search *s, int32_t effort, int32_t share, int32_t warm,
+                       hcp_error *err) {
   const hcp_limits *limits = s->p->limits;
+  hcp_status status = HCP_OK;
   if (limits->sync != HCP_SYNC_MICRO_BATCH || limits->pipeline.stages > 1 || !hcp__is_few(s->p))
     return HCP_OK;
-  hcp_status status = hcp__polish_blocks(s->p, s->best, s->makespan, effort, &s->blocks, err);
+  status = hcp__polish_blocks(s->p, s->best, s->makespan, effort, share, warm, &s->blocks, err);
   return status == HCP_OK && s->blocks.count > 0 ? hcp__search_judge_waves(s, err) : status;
 }

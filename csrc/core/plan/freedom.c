@@ -1,0 +1,238 @@
+/* freedom.c - the search, as it would be with less freedom, and the best plan of all.
+ *
+ * A plan of a stricter request is a plan of this one. With fewer choices a search may end with a
+ * better one, so requests with fewer degrees, less memory or the other sync are searched too, in
+ * fewer attempts, while the best plan is above its bound by more than is worth a search. What is
+ * best is then improved by small steps. Every degree alone is searched as a request of its own
+ * would be: no plan is slower than that of one degree. */
+#include "plan.h"
+
+/* Sequences times ranks up to which every degree is searched alone, and from which no other request
+ * is; the part of the bound, as a divisor, within which nothing else is tried; kinds up to which
+ * less memory is tried; and the part of the best, as a shift, within which plans of other requests
+ * are worth small steps. */
+enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE = 6, WIDE = 3 };
+
+/* The share of the usual looks, as a divisor, that small steps have: in the best plan under either
+ * sync, in those of stricter requests, and in those whose ranks wait for each other. */
+enum { STEP_SHARE = 8, WAVES_SHARE = 8, POW2_SHARE = 3, STRICT_SHARE = 12, WAITING_SHARE = 20 };
+
+/* The same of small requests, up to so many sequences and ranks, how near they come to the bound,
+ * and how often they begin anew. */
+enum { SMALL = 16, SMALL_RANKS = 8, SMALL_SHARE = 24, SMALL_NEAR = 1000, ROUNDS = 6 };
+
+typedef struct best {
+  const hcp__problem *p;
+  int32_t effort;
+  hcp__draft *draft;
+  int64_t makespan;
+} best;
+
+static int is_small(const hcp__problem *p) {
+  return p->n <= SMALL && p->limits->ranks <= SMALL_RANKS;
+}
+
+static void swap(hcp__draft *x, hcp__draft *y) {
+  hcp__draft kept = *x;
+  *x = *y;
+  *y = kept;
+}
+
+static int is_near(const best *b, int64_t part) {
+  return b->makespan - b->p->bound <= b->p->bound / part;
+}
+
+/* Improves a plan of the problem by small steps, in a share of the usual looks. */
+static hcp_status polish(const hcp__problem *p, int32_t effort, int32_t share, int32_t warm,
+                         hcp__draft *draft, int64_t *makespan, hcp_error *err) {
+  hcp__search s = {.p = p, .effort = effort, .best = draft, .makespan = *makespan};
+  hcp_status status = hcp__blocks_init(&s.blocks, p->n, err);
+  if (status != HCP_OK) return status;
+  status = hcp__draft_init(&s.draft, p->n, err);
+  if (status == HCP_OK)
+    status = p->limits->sync == HCP_SYNC_MICRO_BATCH
+                 ? hcp__polish(&s, effort, share, warm, err)
+                 : hcp__polish_step(&s, effort, share, warm, err);
+  hcp__draft_release(&s.draft);
+  hcp__blocks_release(&s.blocks);
+  *makespan = s.makespan;
+  return status;
+}
+
+/* ---- a stricter request ---- */
+
+/* Finds a plan of the stricter problem: a search in few attempts. */
+static hcp_status search_lean(const best *b, const hcp__problem *strict, hcp__draft *draft,
+                              int64_t *makespan, hcp_error *err) {
+  hcp_status status = hcp__plan_search(strict, b->effort, 1, draft, err);
+  if (status == HCP_OK && strict->limits->sync != b->p->limits->sync) {
+    status = hcp__makespan(draft, strict, makespan, err);
+    if (status == HCP_OK)
+      status = polish(strict, b->effort, WAITING_SHARE, 1, draft, makespan, err);
+  }
+  if (status == HCP_OK) status = hcp__makespan(draft, b->p, makespan, err);
+  int32_t pow2 = b->p->limits->pow2; /* small steps find most of what it can reach */
+  if (status == HCP_OK && b->p->limits->sync == HCP_SYNC_MICRO_BATCH &&
+      *makespan - b->makespan < b->makespan >> (pow2 ? WIDE : CLOSE))
+    status = polish(b->p, b->effort, pow2 ? POW2_SHARE : STRICT_SHARE, 1, draft, makespan, err);
+  return status;
+}
+
+static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                          int64_t *makespan, hcp_error *err);
+
+/* Keeps what is found for a stricter problem, if it is better. whole: by all that its own request
+ * would try. */
+static hcp_status keep_better(best *b, const hcp__problem *strict, int32_t whole, hcp_error *err) {
+  int64_t makespan;
+  hcp__draft draft;
+  hcp_status status = hcp__draft_init(&draft, strict->n, err);
+  if (status == HCP_OK)
+    status = whole ? plan_at(strict, b->effort, &draft, &makespan, err)
+                   : search_lean(b, strict, &draft, &makespan, err);
+  if (status == HCP_OK && whole) status = hcp__makespan(&draft, b->p, &makespan, err);
+  if (status == HCP_OK && makespan < b->makespan) {
+    swap(&draft, b->draft);
+    b->makespan = makespan;
+  }
+  hcp__draft_release(&draft);
+  return status;
+}
+
+static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, hcp_error *err) {
+  const hcp__problem *p = b->p;
+  hcp__problem strict;
+  hcp_error refused = {0}; /* some sequence has no such degree, or does not fit */
+  hcp_status status = hcp__problem_init(&strict, p->lengths, p->n, limits, p->cost, &refused);
+  if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
+  if (status != HCP_OK) return HCP_OK;
+  strict.stop = p->stop;
+  if (strict.least / limits->ranks < b->makespan || limits->slowness != NULL) {
+    status = hcp__bound(&strict, err);
+    /* A bound of lockstep is none of the step's clock. */
+    if (status == HCP_OK && (strict.bound < b->makespan || limits->sync != p->limits->sync))
+      status = keep_better(b, &strict, whole, err);
+  }
+  hcp__problem_release(&strict);
+  return status;
+}
+
+/* ---- one degree ---- */
+
+static hcp_status try_degrees(best *b, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  int32_t least = limits.min_degree, most = limits.max_degree;
+  hcp_status status = HCP_OK;
+  if (least == most || (int64_t)b->p->n * limits.ranks > FORCED) return HCP_OK;
+  for (int32_t d = least; d <= most && status == HCP_OK; d++) {
+    if (!hcp__degree_allowed(b->p->limits, b->p->cost, d)) continue;
+    limits.min_degree = limits.max_degree = d;
+    status = try_limits(b, &limits, 1, err);
+  }
+  return status;
+}
+
+/* ---- fewer choices ---- */
+
+static hcp_status try_step(best *b, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  if (limits.sync == HCP_SYNC_MICRO_BATCH || (is_near(b, FAR) && !is_small(b->p))) return HCP_OK;
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  return try_limits(b, &limits, is_small(b->p), err);
+}
+
+static hcp_status try_pow2(best *b, int32_t least, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  int32_t node = limits.ranks_per_node;
+  if (least < limits.min_degree) least = limits.min_degree;
+  if (is_near(b, NEAR) || least > limits.max_degree || (node > 0 && (node & (node - 1)) != 0))
+    return HCP_OK;
+  limits.pow2 = 1;
+  limits.min_degree = least;
+  return try_limits(b, &limits, 0, err);
+}
+
+static hcp_status try_least(best *b, int32_t least, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  if (is_near(b, NEAR) || least > limits.max_degree || least <= limits.min_degree) return HCP_OK;
+  limits.min_degree = least;
+  return try_limits(b, &limits, 0, err);
+}
+
+/* Ranks that are not full leave sequences of few kinds where they fit better; a rank that does not
+ * wait for others goes on to its next micro-batch instead. */
+static hcp_status try_memories(best *b, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  int64_t rows = limits.max_tokens_per_rank;
+  hcp_status status = HCP_OK;
+  if (limits.sync == HCP_SYNC_STEP) return HCP_OK;
+  for (int32_t eighths = 7; eighths > 4 && status == HCP_OK && !is_near(b, NEAR); eighths--) {
+    limits.max_tokens_per_rank = rows / 8 * eighths;
+    if (limits.max_tokens_per_rank < 1 || limits.alignment > limits.max_tokens_per_rank) break;
+    status = try_limits(b, &limits, 0, err);
+  }
+  return status;
+}
+
+/* Those that have been found to pay. */
+static hcp_status try_stricter(best *b, hcp_error *err) {
+  const hcp_limits *limits = b->p->limits;
+  int32_t free = limits->sync == HCP_SYNC_STEP;
+  hcp_status status = HCP_OK;
+  if (b->p->kind_count <= KINDS) status = try_memories(b, err);
+  if ((int64_t)b->p->n * limits->ranks > LARGE) return status;
+  if (status == HCP_OK && !free && !limits->pow2) status = try_pow2(b, 1, err);
+  if (status == HCP_OK) status = try_pow2(b, 2, err);
+  if (status == HCP_OK) status = try_least(b, 2, err);
+  if (status == HCP_OK && free) status = try_least(b, 3, err);
+  return status == HCP_OK ? try_step(b, err) : status;
+}
+
+/* ---- all of it ---- */
+
+static int32_t share_of(const hcp__problem *p) {
+  if (p->limits->sync == HCP_SYNC_STEP) return STEP_SHARE;
+  return p->limits->pow2 ? POW2_SHARE : WAVES_SHARE; /* pow2 has had no steps before */
+}
+
+/* Improves the best plan by small steps, a small request by many from several beginnings. */
+static hcp_status polish_best(best *b, hcp_error *err) {
+  int32_t small = is_small(b->p), rounds = small ? ROUNDS : 1;
+  int32_t share = small ? SMALL_SHARE : share_of(b->p);
+  hcp_status status = HCP_OK;
+  for (int32_t i = 0; i < rounds && status == HCP_OK && !is_near(b, small ? SMALL_NEAR : NEAR); i++)
+    status = polish(b->p, b->effort + i, share, 1 + i, b->draft, &b->makespan, err);
+  return status;
+}
+
+static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                          int64_t *makespan, hcp_error *err) {
+  best b = {.p = p, .effort = effort, .draft = draft};
+  hcp_status status = hcp__plan_search(p, effort, 0, draft, err);
+  if (status == HCP_OK) status = hcp__makespan(draft, p, &b.makespan, err);
+  if (p->limits->min_degree < p->limits->max_degree) { /* one degree leaves hardly a choice */
+    if (status == HCP_OK) status = try_stricter(&b, err);
+    if (status == HCP_OK) status = try_degrees(&b, err);
+    if (status == HCP_OK) status = polish_best(&b, err);
+  }
+  *makespan = b.makespan;
+  return status;
+}
+
+/* Doubled, so that more effort tries what less does. */
+hcp_status hcp__plan_best(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                          hcp_error *err) {
+  int64_t least = INT64_MAX, makespan;
+  hcp_status status = HCP_OK;
+  for (int32_t e = 1; e <= effort && p->n > 0 && status == HCP_OK; e *= 2) {
+    hcp__draft found;
+    status = hcp__draft_init(&found, p->n, err);
+    if (status == HCP_OK) status = plan_at(p, e, &found, &makespan, err);
+    if (status == HCP_OK && makespan < least) {
+      least = makespan;
+      swap(&found, draft);
+    }
+    hcp__draft_release(&found);
+  }
+  return status;
+}
