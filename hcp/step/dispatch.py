@@ -488,10 +488,8 @@ class Step:
         each = self._checked(results)
         found: dict[int, Tensor] = {}
         idle = []
-        for (cp, _), groups, x in zip(
-            self._micro_batches, self.plan.micro_batches, each, strict=True
-        ):
-            here = {sequence for group in groups for sequence in group.sequences}
+        for m, ((cp, _), x) in enumerate(zip(self._micro_batches, each, strict=True)):
+            here = set(self.plan.sequences_of(m))
             loaded = [sequence for sequence in self.own_sequences if sequence in here]
             back = combine(cp, x)
             found.update(zip(loaded, cut(back, loaded), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from hcp.planning.ahead import PlanningTime
@@ -53,17 +54,16 @@ def stats_of(
 ) -> StepStats:
     """Make the numbers that :meth:`hcp.Step.stats` returns. `layer_bytes`: of all micro-batches."""
     report = plan.report()
+    ends = [0, *accumulate(plan.lengths[s] for s in plan.core.sequences.tolist())]
     degrees = [
-        (group.degree, sum(plan.lengths[s] for s in group.sequences))
-        for groups in plan.micro_batches
-        for group in groups
+        (degree, ends[start + count] - ends[start]) for _, degree, start, count in plan.group_rows()
     ]
-    tokens = sum(plan.lengths)
+    tokens = ends[-1]
     seconds, waited = planning or (0.0, 0.0)
     return StepStats(
         sequences=len(plan.lengths),
         tokens=tokens,
-        micro_batches=len(plan.micro_batches),
+        micro_batches=plan.micro_batch_count,
         efficiency=plan.efficiency,
         idle_share=report.idle_share,
         bound_ratio=report.ratio,

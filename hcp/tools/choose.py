@@ -248,7 +248,7 @@ def _predict_dispatch(
     held = [(report.peak_tokens, max(report.rank_bytes)) for report in reports]
     return Candidate(
         cp,
-        micro_batches=sum(len(p.micro_batches) for p in plans),
+        micro_batches=sum(p.micro_batch_count for p in plans),
         fillers=0,
         time=sum(p.makespan for p in plans),
         bubble=0,

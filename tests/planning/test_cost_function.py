@@ -1,4 +1,4 @@
-"""Cost functions: the search asks once for each time that it looks at, and plans as by a table."""
+"""Cost functions: the search asks for what it looks at, and plans as by a table of all times."""
 
 from __future__ import annotations
 

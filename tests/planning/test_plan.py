@@ -25,6 +25,7 @@ from hcp.exchange.layout import Layout
 from hcp.planning.cost import TimeTable
 from hcp.planning.limits import Limits
 from hcp.planning.plan import Group
+from hcp.step.stats import stats_of
 from hcp.tools.check import check_plan
 
 CAPACITY = 1024
@@ -486,3 +487,21 @@ def test_limits_are_the_arguments_of_a_plan_and_what_the_core_takes() -> None:
     limits = Limits(ranks=4, max_tokens_per_rank=9)
     assert len(limits.numbers()) == len(_core.LIMITS)
     assert len(limits.lists()) == len(_core.LIMIT_LISTS)
+
+
+def test_rows_of_groups_and_sequences_of_micro_batches_are_those_of_its_objects() -> None:
+    lengths = [7, 900, 30, 500, 500, 2, 1]
+    plan = hcp.plan(lengths, ranks=4, max_tokens_per_rank=512, sync="micro_batch")
+    groups = [group for batch in plan.micro_batches for group in batch]
+    assert [row[:2] for row in plan.group_rows()] == [[g.first_rank, g.degree] for g in groups]
+    for m, batch in enumerate(plan.micro_batches):
+        assert plan.sequences_of(m) == [s for group in batch for s in group.sequences]
+
+
+def test_no_objects_of_groups_are_made_for_numbers_of_a_plan() -> None:
+    plan = hcp.plan([7, 900, 30], ranks=4, max_tokens_per_rank=512)
+    plan.report()
+    plan.to_dict()
+    repr(plan)
+    stats_of(plan, 0, None)
+    assert "micro_batches" not in vars(plan)

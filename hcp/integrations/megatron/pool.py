@@ -40,7 +40,7 @@ class CPGroupPool:
         HcpError on all ranks if the plans so far have more than `limit` intervals.
         """
         plan = step.plan
-        used = [(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch]
+        used = [(first, degree) for first, degree, _, _ in plan.group_rows()]
         new = [interval for interval in dict.fromkeys(used) if interval not in self._groups]
         if len(self._groups) + len(new) > self.limit:
             raise hcp.HcpError(
