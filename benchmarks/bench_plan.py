@@ -8,6 +8,7 @@ Columns:
   p50, p95, max   makespan / lower_bound under equal limits and cost, over the seeds; the bound
                   also holds for the peers
   ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of --rounds, tables included
+  ms bound        the same of hcp.lower_bound. Only with --variants
   ms tables       the same of hcp.dispatch on one rank, of eight sequences that it loaded: what all
                   ranks say is compared, and this rank's tables of rows and layers are made; nothing
                   is sent. Only with --variants
@@ -45,6 +46,7 @@ from peers import planners
 import hcp
 from hcp.exchange.agreement import label, unlabel
 from hcp.exchange.gather import Gathered, block_of, block_size, read_blocks
+from hcp.planning.plan import lower_bound
 from hcp.tools.check import check_plan
 from hcp.tools.programs.draw import pyplot, write_figure
 
@@ -58,6 +60,14 @@ def with_launch(milliseconds: float) -> hcp.CostModel:
     base = hcp.CostModel()
     return replace(base, launch=round(milliseconds * 1e-3 / TOKEN_SECONDS * base.token))
 
+
+def seconds(length: int, degree: int) -> float:
+    """The default prices, a picosecond each, as a function."""
+    moved = 4096 * (length - length // degree)
+    return 1e-12 * (length * (length + 1) / degree + 24_576 * length / degree + moved)
+
+
+FUNCTION = hcp.CostModel.from_function(seconds, launch=1_048_576e-12, unit=1e-12)
 
 COSTS: dict[str, tuple[hcp.CostModel, dict[str, Any]]] = {
     "default": (hcp.CostModel(), {}),
@@ -80,6 +90,15 @@ def timed(lengths: list[int], rounds: int, **request: Any) -> tuple[hcp.Plan, fl
         plan = hcp.plan(lengths, **request)
         best = min(best, time.process_time() - begun)
     return plan, best * 1e3
+
+
+def bound_ms(lengths: list[int], rounds: int, **request: Any) -> float:
+    best = math.inf
+    for _ in range(rounds):
+        begun = time.process_time()
+        lower_bound(lengths, **request)
+        best = min(best, time.process_time() - begun)
+    return best * 1e3
 
 
 # ---- Tables ----
@@ -190,6 +209,8 @@ def variants() -> Iterator[Case]:
     for cost in ("flexsp-7b", "flexsp-30b", "hydraulis-7b-tp4"):
         model, limits = COSTS[cost]
         yield Case(cost, draw, base | {"cost": model} | limits, cost)
+    for sync in ("step", "micro_batch"):
+        yield Case(f"function, {sync}", draw, base | {"cost": FUNCTION, "sync": sync}, "function")
 
 
 # ---- A row ---------------------------------------------------------------------------------------
@@ -201,6 +222,7 @@ class Row:
     sizes: list[int] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
     tables: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
@@ -219,6 +241,7 @@ class Row:
         self.ratios.append(plan.makespan / plan.bound)
         self.times.append(took)
         if with_tables:
+            self.bounds.append(bound_ms(lengths, rounds, **self.case.request))
             self.tables.append(tables_ms(plan, rounds))
         used = {(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch}
         self.groups.append(len(used))
@@ -241,13 +264,14 @@ class Row:
         yield from (case.name, case.cost, case.request["sync"], str(case.request["ranks"]))
         yield str(round(statistics.mean(self.sizes)))
         if not self.ratios:
-            yield from ["-"] * 6 + [str(self.refused), "-", "-"]
+            yield from ["-"] * 7 + [str(self.refused), "-", "-"]
         else:
             yield f"{statistics.median(self.ratios):.4f}"
             yield f"{percentile(self.ratios, 0.95):.4f}"
             yield f"{max(self.ratios):.4f}"
             yield f"{statistics.median(self.times):.2f}"
             yield f"{percentile(self.times, 0.99):.2f}"
+            yield f"{statistics.median(self.bounds):.2f}" if self.bounds else "-"
             yield f"{statistics.median(self.tables):.2f}" if self.tables else "-"
             yield str(self.refused)
             yield f"{statistics.median(self.groups):.0f}"
@@ -260,8 +284,8 @@ class Row:
 
 
 BARE = {"ranks", "max_tokens_per_rank", "cost", "sync", "pipeline_stages", "speeds"}
-HEAD = ["case", "cost", "sync", "N", "K", "p50", "p95", "max", "ms p50", "ms p99", "ms tables"]
-HEAD += ["refused", "groups", "GB nodes"]
+HEAD = ["case", "cost", "sync", "N", "K", "p50", "p95", "max", "ms p50", "ms p99", "ms bound"]
+HEAD += ["ms tables", "refused", "groups", "GB nodes"]
 
 
 def crossings(plan: hcp.Plan) -> int:
