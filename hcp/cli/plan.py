@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from hcp._files import write_file
 from hcp.cli.command_arguments import (
@@ -26,6 +27,9 @@ from hcp.cli.command_arguments import (
     write_pictures,
 )
 from hcp.cli.lengths import HELP, read_lengths
+from hcp.cli.simulate import verdict_of_plan
+from hcp.cli.slack import add_prove, sharper_bound, slack_of
+from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan
 from hcp.tools.timeline import chrome_trace, idle_shares, timeline
 
@@ -46,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--trace", type=output, metavar="FILE", help="write a Chrome trace (default: none)"
     )
+    add_prove(group)
     add_pictures(group)
     return parser
 
@@ -57,8 +62,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def told(made: Plan, unit: float | None) -> Iterator[str]:
+def told(made: Plan, unit: float | None, slack: str, pays: str) -> Iterator[str]:
     """Tell in lines when a plan ends, how near that is to the bound, and who waits.
+
+    ``slack``: how much of the distance to the bound no plan can save. ``pays``: whether dynamic CP
+    pays. Both in words.
 
     Times are in seconds where the unit of the cost model is known, and in its units elsewhere.
     """
@@ -71,6 +79,7 @@ def told(made: Plan, unit: float | None) -> Iterator[str]:
     of = "predicted by the cost model" if unit else "in units of the cost model"
     yield f"makespan {time(made.makespan)}, {of}"
     yield f"that is {found.ratio:.4f} of the bound {time(made.bound)}: no plan is faster than that"
+    yield slack
     if found.pipeline_stages > 1:
         yield f"{found.pipeline_stages} pipeline stages, bubble {found.bubble:.1%}"
     idle = idle_shares(made, timeline(made))
@@ -83,6 +92,7 @@ def told(made: Plan, unit: float | None) -> Iterator[str]:
         yield f"{found.node_crossings:,} tokens into other nodes"
     if found.planning_seconds is not None:
         yield f"planned in {in_words(found.planning_seconds)}"
+    yield pays
     yield from table(made, time)
 
 
@@ -101,6 +111,14 @@ def table(made: Plan, time: Callable[[int], str]) -> Iterator[str]:
         )
 
 
+def pays_or_not(made: Plan, cost: CostModel | None, limits: Mapping[str, Any]) -> str:
+    """Say whether dynamic CP pays, or why no packed static CP is there to compare with."""
+    try:
+        return verdict_of_plan(made, cost, limits)
+    except ValueError as error:
+        return f"packed static CP has no plan within these limits: {error}"
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse_arguments(argv)
     try:
@@ -110,7 +128,8 @@ def main(argv: Sequence[str]) -> int:
             lengths = read_lengths(args.lengths, args.column)
             if args.max_length is not None:
                 lengths = [min(length, args.max_length) for length in lengths]
-        made = plan(lengths, cost=args.cost, **limits_of(args))
+        limits = limits_of(args)
+        made = plan(lengths, cost=args.cost, **limits)
         unit = args.cost.unit if args.cost else None
         if args.trace:
             write_file(args.trace, json.dumps(chrome_trace(made, unit)))
@@ -121,5 +140,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(made.to_dict()))
     else:
-        print("\n".join(told(made, unit)))
+        slack = slack_of(made, sharper_bound(made, args.cost, limits, args.prove))
+        pays = pays_or_not(made, args.cost, limits)
+        print("\n".join(told(made, unit, slack, pays)))
     return 0

@@ -45,6 +45,7 @@ from hcp.cli.command_arguments import (
     write_pictures,
 )
 from hcp.cli.lengths import HELP, read_lengths
+from hcp.cli.slack import add_prove, sharper_bound
 from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.memory import MemoryModel
@@ -102,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print numbers as data, nothing else")
+    add_prove(group)
     add_pictures(group, "the first batch")
     return parser
 
@@ -373,6 +375,9 @@ class Result:
     """The part of `gigabytes` that enters a node from others; 0 without --ranks-per-node."""
     of_bound: float
     """The median over batches of the makespan over the lower bound under hcp's limits."""
+    slack: float | None
+    """How much more than that lower bound a sharper one proves, in shares of it: the median over
+    batches; None where it was not looked for."""
     planning_ms: float | None
     """The median over batches; None for a contestant that plans nothing."""
 
@@ -390,6 +395,7 @@ def received_tokens(made: Plan) -> int:
 def summarize(
     plans: Sequence[Plan],
     bounds: Sequence[int],
+    slack: float | None,
     bytes_: float,
     unit: float,
     machine: Machine | None,
@@ -414,8 +420,22 @@ def summarize(
         of_bound=statistics.median(
             made.makespan / bound for made, bound in zip(plans, bounds, strict=True)
         ),
+        slack=slack,
         planning_ms=statistics.median(took) * 1e3 if took else None,
     )
+
+
+def proven_slack(
+    plans: Sequence[Plan], cost: CostModel, limits: Mapping[str, Any], prove: bool
+) -> float | None:
+    """Return how much more than the bounds of these plans is proven, in shares of them."""
+    shares = []
+    for made in progress_over(plans, "proving", "batch"):
+        proven = sharper_bound(made, cost, limits, prove)
+        if proven is None:
+            return None
+        shares.append(proven / made.bound - 1)
+    return statistics.median(shares)
 
 
 # ---- The report ----------------------------------------------------------------------------------
@@ -444,17 +464,18 @@ def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int
 
 
 HEAD = (
-    f"{'':14}{'tokens/s':>12}{'':>8}{'idle':>7}{'bubble':>8}{'of bound':>10}{'micro-':>9}"
-    f"{'GB':>9}{'between':>10}{'planning':>11}\n{'':14}{'':12}{'':>8}{'':>7}{'':>18}{'batches':>9}"
-    f"{'a step':>9}{'nodes':>10}{'':>11}"
+    f"{'':14}{'tokens/s':>12}{'':>8}{'idle':>7}{'bubble':>8}{'of bound':>10}{'proven':>9}"
+    f"{'micro-':>9}{'GB':>9}{'between':>10}{'planning':>11}\n"
+    f"{'':59}{'slack':>9}{'batches':>9}{'a step':>9}{'nodes':>10}{'':>11}"
 )
 
 
 def row(name: str, r: Result) -> str:
     took = "-" if r.planning_ms is None else f"{r.planning_ms:.2f} ms"
+    slack = "--prove" if r.slack is None else f"{r.slack:.3f}"
     return (
         f"{name:14}{r.tokens_per_second:>12,.0f}{f'x {r.speedup:.2f}':>8}{r.idle_share:>7.1%}"
-        f"{r.bubble:>8.1%}{r.of_bound:>10.3f}{r.micro_batches:>9.1f}{r.gigabytes:>9,.0f}{r.far_gigabytes:>10,.0f}"
+        f"{r.bubble:>8.1%}{r.of_bound:>10.3f}{slack:>9}{r.micro_batches:>9.1f}{r.gigabytes:>9,.0f}{r.far_gigabytes:>10,.0f}"
         f"{took:>11}"
     )
 
@@ -482,12 +503,31 @@ LITTLE = 1.03
 """A speed over static CP for which nobody needs to change a trainer."""
 
 
+def static_name(degree: int) -> str:
+    return f"packed static CP (next-fit, degree {degree})"
+
+
+def little(degree: int) -> str:
+    return f"Dynamic CP brings {LITTLE - 1:.0%} or less here: {static_name(degree)} is enough."
+
+
+def verdict_of_plan(made: Plan, cost: CostModel | None, limits: Mapping[str, Any]) -> str:
+    """Whether dynamic CP pays for the lengths of a plan, in a sentence."""
+    given = {"memory": None, "speeds": None, **limits}
+    degree = static_degree(max(made.lengths), given)
+    fixed = given | {"min_degree": degree, "max_degree": degree}
+    static = packed(made.lengths, degree, fixed, cost or CostModel())
+    gain = static.makespan / made.makespan
+    if gain <= LITTLE:
+        return little(degree)
+    return f"x {gain:.2f} over {static_name(degree)}, by this model: dynamic CP pays here."
+
+
 def verdict(results: Mapping[str, Result], degree: int) -> str:
     """Whether dynamic CP pays for these lengths, in a sentence."""
-    gain = results["hcp"].speedup
-    static = f"packed static CP (next-fit, degree {degree})"
+    gain, static = results["hcp"].speedup, static_name(degree)
     if gain <= LITTLE:
-        return f"Dynamic CP brings {LITTLE - 1:.0%} or less here: {static} is enough."
+        return little(degree)
     packing = results["packing only"].speedup
     return (
         f"hcp trains these batches {gain:.2f} times as fast as {static}, by this model; packing "
@@ -543,9 +583,15 @@ def simulate(args: argparse.Namespace) -> Simulation:
         for lengths in progress_over(batches, "planning", "batch")
     ]
     bounds = [plans["hcp"].bound for plans in played]
+    slack = proven_slack([plans["hcp"] for plans in played], cost, limits, args.prove)
     results = {
         name: summarize(
-            [plans[name] for plans in played], bounds, exchange_bytes(args), cost.unit, machine
+            [plans[name] for plans in played],
+            bounds,
+            slack,
+            exchange_bytes(args),
+            cost.unit,
+            machine,
         )
         for name in played[0]
     }

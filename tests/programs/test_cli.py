@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -21,11 +22,11 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.attention.kernels import KernelFamily
-from hcp.cli import doctor
+from hcp.cli import doctor, slack
 from hcp.cli.commands import main
-from hcp.cli.simulate import parse_arguments, simulate
+from hcp.cli.simulate import next_fit, parse_arguments, simulate
 from hcp.exchange.connect import TRANSPORTS
-from hcp.planning.plan import Group
+from hcp.planning.plan import Group, lower_bound
 from hcp.step import backends
 from hcp.tools.check import check_plan
 from hcp.tools.drawing import timeline_svg
@@ -130,6 +131,89 @@ def test_plan_prints_a_report_and_its_micro_batches(tmp_path: Path, capsys: Capt
     assert f"that is {made.report().ratio:.4f} of the bound {made.bound:.4g}" in out
     assert f"ranks wait {made.report().idle_share:.1%} of it" in out
     assert "micro-batch  groups  ranks  sequences" in out
+
+
+ROOM = {"max_tokens_per_rank": 1024, "memory": None, "alignment": 1}
+
+
+def test_plan_says_that_dynamic_cp_pays_over_packed_static_cp(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """A giant needs 8 ranks; next-fit puts what is short on all of them, one pack at a time."""
+    (tmp_path / "lengths").write_text(" ".join(["8000", *["400"] * 63]))
+    assert main(["plan", str(tmp_path / "lengths"), *LIMITS]) == 0
+    out = capsys.readouterr().out
+    lengths = [8000, *[400] * 63]
+    made = hcp.plan(lengths, ranks=8, max_tokens_per_rank=1024)
+    (gain,) = re.findall(
+        r"x ([\d.]+) over packed static CP \(next-fit, degree 8\), by this model", out
+    )
+    static = hcp.Plan.from_dict(
+        made.to_dict()
+        | {
+            "micro_batches": [
+                {"groups": [{"first_rank": 0, "degree": 8, "sequences": held}]}
+                for held in next_fit(lengths, 8, ROOM)
+            ]
+        }
+    )
+    assert len(static.micro_batches) > 1
+    assert float(gain) == pytest.approx(static.makespan / made.makespan, abs=0.005)
+    assert float(gain) > 1.03
+
+
+def test_plan_says_that_static_cp_is_enough_for_equal_lengths(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "lengths").write_text("1000 " * 8)
+    assert main(["plan", str(tmp_path / "lengths"), *LIMITS, "--max-degree", "1"]) == 0
+    said = "Dynamic CP brings 3% or less here: packed static CP (next-fit, degree 1) is enough."
+    assert said in capsys.readouterr().out
+
+
+def test_plan_says_why_no_packed_static_cp_is_there_to_compare_with(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """4096 tokens fill 4 of 6 ranks; of 6 ranks the divisors are 1, 2, 3 and 6, which is no power
+    of two."""
+    (tmp_path / "lengths").write_text("4096 10")
+    asked = ["plan", str(tmp_path / "lengths"), "--ranks", "6", "--max-tokens-per-rank", "1024"]
+    assert main([*asked, "--degrees", "pow2"]) == 0
+    out = capsys.readouterr().out
+    assert "packed static CP has no plan within these limits: " in out
+    assert "no degree from min_degree (6) to max_degree (6) is allowed" in out
+
+
+def test_plan_says_how_much_of_the_distance_is_proven_slack(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    random = Random(1)
+    lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
+    (tmp_path / "lengths").write_text(" ".join(map(str, lengths)))
+    cost = hcp.CostModel(exchange=4_096, launch=1_048_576)
+    cost.save(tmp_path / "cost.json", {})
+    asked = ["plan", str(tmp_path / "lengths"), "--cost", str(tmp_path / "cost.json"), *LIMITS]
+    asked += ["--sync", "micro_batch"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    request: dict[str, Any] = {"ranks": 8, "max_tokens_per_rank": 1024, "cost": cost}
+    made = hcp.plan(lengths, **request, sync="micro_batch")
+    sharper = lower_bound(lengths, **request, sync="micro_batch", effort=2)
+    assert sharper > made.bound
+    above, slack = made.makespan / made.bound - 1, sharper / made.bound - 1
+    assert f"of the {above:.2%} above it, {slack:.2%} are slack of the bound" in out
+
+
+def test_a_bound_that_takes_long_to_sharpen_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(slack, "QUICK", 10)
+    asked = ["plan", "--family", "chatqa2", "--sequences", "9", *LIMITS, "--max-length", "2999"]
+    asked += ["--sync", "micro_batch"]
+    assert main(asked) == 0
+    assert "no plan can save was not looked for (--prove)" in capsys.readouterr().out
+    assert main([*asked, "--prove"]) == 0
+    assert "slack of the bound" in capsys.readouterr().out
 
 
 def test_plan_prints_seconds_where_the_unit_is_known(capsys: Capture) -> None:
@@ -256,6 +340,8 @@ def test_hcp_is_never_behind_in_its_own_model(sync: str, capsys: Capture) -> Non
     assert results["hcp"]["speedup"] >= results["packing only"]["speedup"] >= 1
     assert results["static CP"]["speedup"] == 1
     assert results["hcp"]["of_bound"] >= 1
+    assert results["hcp"]["slack"] == results["static CP"]["slack"]
+    assert 0 <= results["hcp"]["slack"] <= results["hcp"]["of_bound"] - 1
     assert results["static CP"]["planning_ms"] is None
 
 
