@@ -1021,8 +1021,9 @@ def refuse_experts(rank, size):
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     for losses in (
-        dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01),
+        dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01),
         dict(moe_router_load_balancing_type=["aux_loss", "none"], moe_aux_loss_coeff=[0.01, 0.0]),
+        dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01),  # of each
         dict(moe_z_loss_coeff=0.001),
         dict(moe_router_load_balancing_type="aux_loss"),  # of no weight
     ):
@@ -1035,11 +1036,10 @@ def refuse_experts(rank, size):
 @needs_megatron
 def test_experts_that_depend_on_the_plan_are_refused_and_their_losses_warned_of_once():
     (said,) = run_ranks(1, refuse_experts, timeout=110)
-    named = [text.split(": this loss is a mean")[0] for text in said]
+    named = [text.split(": this loss is of all rows")[0] for text in said]
     assert named == [
-        "config.moe_router_load_balancing_type is 'seq_aux_loss'",
+        "config.moe_router_load_balancing_type is 'global_aux_loss'",
         "config.moe_router_load_balancing_type is ['aux_loss', 'none']",
-        "config.moe_z_loss_coeff is 0.001",
     ]
 
 

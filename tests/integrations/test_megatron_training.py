@@ -180,14 +180,19 @@ def test_experts_over_two_ranks_train_as_one_rank_does(static):
     agree("qwen3 moe", 4, "--expert-model-parallel-size", "2", *scheduler(static, 4))
 
 
+SPREAD = ("--expert-model-parallel-size", "2")
+SHARED = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
         (1, ()),
         (4, ()),
         (4, ("--context-parallel-size", "4")),
-        (4, ("--expert-model-parallel-size", "2")),
-        (4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+        (4, SPREAD),
+        (4, SHARED),
+        (4, (*SHARED, *SPREAD, "--expert-tensor-parallel-size", "1")),
         (4, ("--pipeline-model-parallel-size", "2")),
     ],
 )

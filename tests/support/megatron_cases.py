@@ -90,16 +90,14 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
         from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
-    with megatron_on_cpu(), _wide_routers(case):
+    wide = wide_routers() if case.builder == "wide" else contextlib.nullcontext()
+    with megatron_on_cpu(), wide:
         return body()
 
 
 @contextlib.contextmanager
-def _wide_routers(case: Case) -> Iterator[None]:
-    """Make what Megatron's routers compute in float32 float64, for a case that is compared so."""
-    if case.builder != "wide":
-        yield
-        return
+def wide_routers() -> Iterator[None]:
+    """Make what Megatron's routers compute in float32 float64."""
     from megatron.core.transformer.moe import moe_utils
 
     class Wide:
@@ -406,7 +404,10 @@ def build_own_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.n
 
 def float64_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Replaces Megatron's cross-entropy, which casts to float32."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
     assert logits.dtype == torch.float64
+    logits = gather_from_tensor_model_parallel_region(logits)
     return F.cross_entropy(logits[0], labels[0], reduction="none")[None]
 
 

@@ -16,8 +16,8 @@ def check_experts(config: Any, groups: Any = None) -> None:
     """Refuse experts that do not fit a dynamic plan, and warn of losses that depend on it.
 
     Raises ValueError for experts whose outputs depend on the other rows of their rank, and for
-    exchanges that need equally many rows on every rank. Warns of losses that are means over a
-    micro-batch. `groups`: Megatron's collection, whose backend is checked.
+    exchanges that need equally many rows on every rank. Warns of losses that are of a micro-batch
+    by definition. `groups`: Megatron's collection, whose backend is checked.
     """
     if not _of(config, "num_moe_experts"):
         return
@@ -34,9 +34,9 @@ def check_experts(config: Any, groups: Any = None) -> None:
         check_gloo(_of(config, "expert_tensor_parallel_size"), _of(config, _EXPERT_RANKS))
     for name, given in _warned(config):
         _warn_once(
-            f"config.{name} is {given!r}: this loss is a mean over the rows of a micro-batch on a "
-            "rank, so it, and its gradients, depend on the plan, as they depend on the packing in "
-            "Megatron itself; moe_router_load_balancing_type='none', or expert biases, do not"
+            f"config.{name} is {given!r}: this loss is of all rows of a micro-batch, so it, and "
+            "its gradients, depend on the plan, as they depend on the packing in Megatron itself; "
+            "moe_router_load_balancing_type='seq_aux_loss', or expert biases, do not"
         )
 
 
@@ -73,7 +73,7 @@ def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
     if getattr(config, "moe_router_force_load_balancing", False):
         random = "expected False: tokens go to experts at random, which depends on the plan"
         yield "moe_router_force_load_balancing", True, random
-    if "sinkhorn" in _kinds(config):
+    if {"sinkhorn", "quantile_balancing"}.intersection(map(str, _kinds(config))):
         whole = (
             "expected another: it balances the rows of a micro-batch on a rank, hence the plan's"
         )
@@ -83,11 +83,9 @@ def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
 def _warned(config: Any) -> Iterator[tuple[str, Any]]:
     coefficients = config.moe_aux_loss_coeff
     several = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
-    balanced = [kind for kind in _kinds(config) if str(kind).endswith("aux_loss")]
+    balanced = {"aux_loss", "global_aux_loss"}.intersection(map(str, _kinds(config)))
     if balanced and any(several):
         yield "moe_router_load_balancing_type", config.moe_router_load_balancing_type
-    if _of(config, "moe_z_loss_coeff"):
-        yield "moe_z_loss_coeff", config.moe_z_loss_coeff
 
 
 def _kinds(config: Any) -> list[Any]:

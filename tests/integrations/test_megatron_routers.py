@@ -1,0 +1,186 @@
+"""Megatron-Core's routers under plans, against Megatron's own router.
+
+It computes each document alone, or the rows of a micro-batch on the process group of its ranks.
+"""
+
+import functools
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+import hcp
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None,
+    reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
+)
+
+EXPERTS, HIDDEN, COEFFICIENT = 4, 6, 0.3
+EVEN = (16, 8, 24, 4, 40, 12)
+"""Documents of which each rank of a group of two has as many rows."""
+ODD = (17, 1, 24, 3, 41, 12)
+
+
+def rows_of(lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64) for n in lengths]
+
+
+def router(kind, tp_cp):
+    """Megatron's router, of equal weights on every rank."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    sizes = dict(num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS)
+    config = TransformerConfig(
+        **sizes,
+        moe_router_load_balancing_type=kind,
+        moe_aux_loss_coeff=COEFFICIENT,
+        moe_z_loss_coeff=0.05,
+        moe_router_dtype="fp64",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+    )
+    groups = SimpleNamespace(tp=alone(), cp=alone(), tp_cp=tp_cp, tp_dp_cp=dist.group.WORLD)
+    made = TopKRouter(config, groups).train()
+    made.set_layer_number(1)
+    weight = torch.linspace(-1, 1, EXPERTS * HIDDEN, dtype=torch.float64).sin()
+    made.weight.data.copy_(weight.view(EXPERTS, HIDDEN))
+    return made
+
+
+@functools.cache
+def alone():
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+def route(module, rows, padding=None):
+    """Run a router on (T, HIDDEN), and its losses' backward."""
+    mask = None if padding is None else padding.unsqueeze(1)
+    probs, _ = module(rows.unsqueeze(1), mask)
+    (0 * probs).sum().backward()
+
+
+def taken():
+    """Take what Megatron would log, of one layer: the values on this rank."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        tracker = moe_utils.get_moe_metrics_tracker()
+        found = {name: entry.values.sum().item() for name, entry in tracker.metrics.items()}
+        tracker.clear()
+        return found
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    found = {name: entry["values"].sum().item() for name, entry in tracker.items()}
+    tracker.clear()
+    return found
+
+
+def summed(value):
+    total = torch.as_tensor(value, dtype=torch.float64).clone()
+    dist.all_reduce(total)
+    return total
+
+
+def twins(module, step):
+    """Yield, for each micro-batch, its handler, its rows, and the router of its layer."""
+    from hcp.integrations.megatron.megatron_routers import planned_router
+    from hcp.integrations.megatron.twin import twin
+
+    for cp, local in step:
+        rows = torch.cat([local.x, local.x.new_ones(max(0, 3 - cp.rows), HIDDEN)])
+        kind = planned_router(type(module))
+        yield cp, rows, twin(module, kind, cp=cp, rows=len(rows))
+
+
+def step_of(lengths, options):
+    groups = hcp.build_process_groups()
+    plan = hcp.plan(lengths, ranks=groups.transport.size, **options)
+    sources = [i % groups.transport.size for i in range(len(lengths))]
+    own = [
+        {"x": x}
+        for x, source in zip(rows_of(lengths), sources, strict=True)
+        if source == groups.transport.rank
+    ]
+    return hcp.dispatch(plan, own, sources, groups)
+
+
+def on_cpu(function, *args):
+    from hcp.integrations.megatron import megatron_on_cpu
+    from support.megatron_cases import wide_routers
+
+    alone.cache_clear()
+    with megatron_on_cpu(), wide_routers():
+        function(*args)
+
+
+def each_document(rank, size, options):
+    on_cpu(compare_documents, options)
+
+
+def compare_documents(options):
+    own = router("seq_aux_loss", alone())
+    logged = {}
+    for rows in rows_of(ODD):
+        route(own, rows)
+        for name, value in taken().items():
+            logged[name] = logged.get(name, 0.0) + value * len(rows) / sum(ODD)
+    module = router("seq_aux_loss", alone())
+    step = step_of(ODD, options)
+    for _, rows, planned in twins(module, step):
+        route(planned, rows)
+    assert (summed(module.weight.grad) - own.weight.grad).abs().max() < 1e-10
+    assert torch.equal(summed(module.local_tokens_per_expert), own.local_tokens_per_expert.double())
+    found = taken()
+    assert sorted(found) == ["seq_load_balancing_loss", "z_loss"]
+    for name, value in found.items():
+        mean = summed(value).item() / dist.get_world_size() / len(step)
+        assert mean == pytest.approx(logged[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_tokens_per_rank=20),
+        dict(max_tokens_per_rank=64, min_degree=4),
+        dict(max_tokens_per_rank=24, alignment=8),
+        dict(max_tokens_per_rank=200, max_degree=1),
+    ],
+)
+def test_losses_counts_and_logs_are_those_of_megatrons_router_on_each_document(options):
+    """Degrees, padding, and ranks without rows, whose rows that stand in do not count."""
+    run_ranks(4, each_document, options, timeout=110)
+
+
+def one_micro_batch(rank, size, kind):
+    on_cpu(compare_micro_batches, kind)
+
+
+def compare_micro_batches(kind):
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own = router(kind, pairs[dist.get_rank() // 2])
+    module = router(kind, alone() if kind == "aux_loss" else pairs[dist.get_rank() // 2])
+    degrees = []
+    for cp, rows, planned in twins(
+        module, step_of(EVEN, dict(max_tokens_per_rank=24, min_degree=2, max_degree=2))
+    ):
+        degrees.append(cp.degree)
+        route(planned, rows)
+        route(own, rows, torch.arange(len(rows)) >= cp.rows - cp.layout.padding)
+        assert (module.weight.grad - own.weight.grad).abs().max() < 1e-10
+    assert set(degrees) == {2}
+    assert module.weight.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_losses_of_micro_batches_are_those_of_megatrons_router_on_the_ranks_of_each(kind):
+    run_ranks(4, one_micro_batch, kind, timeout=110)
