@@ -17,6 +17,7 @@ from hcp.integrations.documents import (
     bounds_of,
     cut,
     document_lengths,
+    lengths_by_axes,
     lengths_of_numbers,
     short,
 )
@@ -26,6 +27,8 @@ IGNORED = -100
 
 TOKENS, LABELS, PADDING, TYPES = "input_ids", "labels", "attention_mask", "token_type_ids"
 POSITIONS, LENGTHS = "position_ids", "seq_lengths"
+AXES = "rope_positions"
+"""The field of positions of three axes (T, 3): those of time, height and width of images."""
 MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL and chat templates leave: 0 where a token is not learned."""
 
@@ -65,8 +68,10 @@ def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     (TRL), by `position_ids` that go back to 0, by an `attention_mask` with the number of each
     token's document (1 1 1 2 3 3; 0 is padding, at the end), or by `cu_seqlens`, `cu_seqlens_q` or
     `cu_seq_lens_q`; with `cu_seqlens_padded` or `cu_seqlens_q_padded`, these are the places, and
-    rows between documents are left out. Raises ValueError if they do not agree with each other or
-    the tokens.
+    rows between documents are left out. `position_ids` (3, tokens), of time, height and width, are
+    0 on every axis where a document begins; (4, tokens) also count the tokens, first. Samples then
+    have them as `rope_positions` (tokens, 3). Raises ValueError if they do not agree with each
+    other or the tokens.
     """
     return [_sample(document) for document in _documents_of(item)]
 
@@ -83,6 +88,8 @@ def _documents_of(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     numbers = columns.get(PADDING)
     if numbers is not None and bool((numbers != 1).any()):
         said[PADDING] = lengths_of_numbers(numbers)
+    if AXES in columns:
+        said[POSITIONS] = lengths_by_axes(columns[AXES])
     lengths = document_lengths(len(columns[TOKENS]), said, columns.get(POSITIONS))
     return list(cut(columns, lengths))
 
@@ -124,10 +131,12 @@ def _sample(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sample of one document."""
     labels = _learned(columns)
     labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
+    axes = {AXES: columns[AXES]} if AXES in columns else {}
     return {
         "input_ids": columns[TOKENS],
         "labels": labels,
         "loss_mask": (labels != IGNORED).float(),
+        **axes,
     }
 
 
@@ -149,6 +158,7 @@ def _columns_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
     tokens = _checked_tokens(given)
     _refuse_others(sorted(set(given) - {*_OF_TOKENS, LENGTHS, *NAMES_OF_BOUNDS, *LONGEST}))
     columns = {name: _row(name, given[name]) for name in _OF_TOKENS if name in given}
+    axes = _axes_of(columns, tokens)
     for name, column in columns.items():
         if len(column.shape) != 1 or len(column) != tokens:
             raise ValueError(
@@ -156,7 +166,19 @@ def _columns_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{_OF_SHAPES.get(name, '')}"
             )
     _check_values(columns)
-    return columns
+    return columns | axes
+
+
+def _axes_of(columns: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """Take positions of several axes, (3 or 4, T), out of the columns, but for those that count
+    tokens."""
+    given = columns.get(POSITIONS)
+    if given is None or given.shape not in ((3, tokens), (4, tokens)):
+        return {}
+    *counted, _, _, _ = columns.pop(POSITIONS)
+    if counted:
+        columns[POSITIONS] = counted[0]
+    return {AXES: given[-3:].T.contiguous()}
 
 
 def _given(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +210,18 @@ def _checked_tokens(given: Mapping[str, Any]) -> int:
 
 _OF_SHAPES = {
     PADDING: ": hcp makes the masks of documents itself",
-    POSITIONS: ", the place of each token in its document: those of several axes belong to the "
-    "tokens of images (image_sample makes them). Give the row that counts tokens, or seq_lengths",
+    POSITIONS: ", the place of each token in its document, or positions of axes, (3, tokens), or "
+    "(4, tokens) where the first row counts tokens",
 }
 """The advice for a column of a wrong shape: the end of the error."""
 
 
 def _row(name: str, given: Any) -> Tensor:
-    """int64 (T,) of (T,) or (1, T), as collators leave it; another shape as it is."""
+    """int64 (T,) of (T,) or (1, T), and (3, T) of (3, 1, T), as collators leave it; another shape
+    as it is."""
     values = _integers(name, given)
-    return values[0] if values.dim() == 2 and len(values) == 1 else values
+    batch = values.dim() - 2
+    return values.squeeze(batch) if batch in (0, 1) and values.shape[batch] == 1 else values
 
 
 def _integers(name: str, given: Any) -> Tensor:

@@ -105,6 +105,8 @@ def document_lengths(
 def lengths_of_numbers(numbers: Tensor) -> Tensor:
     """Return the tokens of each document, given the number of each token's (tokens,). Raises
     ValueError for numbers that descend: a document is one piece."""
+    ascending: Tensor
+    lengths: Tensor
     ascending, lengths = torch.unique_consecutive(numbers, return_counts=True)
     if bool((ascending.diff() < 0).any()):
         raise ValueError(
@@ -112,6 +114,18 @@ def lengths_of_numbers(numbers: Tensor) -> Tensor:
             "numbers of documents that ascend, as 1, 1, 1, 2, 3, 3"
         )
     return lengths
+
+
+def lengths_by_axes(axes: Tensor) -> Tensor:
+    """Return the tokens of each document, given positions (tokens, 3) of which a document's first
+    token alone has 0 on every axis. Raises ValueError unless the first row is one."""
+    furthest = axes.amax(1)
+    if bool(furthest[0]) or bool((axes < 0).any()):
+        raise ValueError(
+            f"position_ids has {axes[0].tolist()} on the axes of the first of {len(axes)} tokens, "
+            "expected 0 on each, and none below 0: positions count from 0 in each document"
+        )
+    return torch.tensor(_lengths_between_zeros(furthest))
 
 
 def _check_positions(positions: Tensor, lengths: Sequence[int], bounds: str) -> None:

@@ -128,14 +128,22 @@ def test_a_tail_of_positions_0_is_documents_without_a_loss() -> None:
 ITEM = {"input_ids": [10, 11, 12, 13, 14, 15, 16, 17]}
 PACKED = [0, 1, 2, 0, 0, 1, 2, 3]
 REFUSED = {
-    "positions of three axes": (
-        {"position_ids": [PACKED] * 3},
-        "position_ids has shape (3, 8), expected (8,), the place of each token in its document: "
-        "those of several axes belong to the tokens of images",
+    "positions of two axes": (
+        {"position_ids": [PACKED] * 2},
+        "position_ids has shape (2, 8), expected (8,), the place of each token in its document, or "
+        "positions of axes",
     ),
-    "positions of four axes": (
-        {"position_ids": torch.tensor([PACKED] * 4)},
-        "Give the row that counts tokens, or seq_lengths",
+    "positions of axes that go on": (
+        {"position_ids": [[i + 3 for i in PACKED], PACKED, PACKED]},
+        "position_ids has [3, 0, 0] on the axes of the first of 8 tokens, expected 0 on each",
+    ),
+    "positions of axes, and other lengths": (
+        {"position_ids": [PACKED] * 3, "seq_lengths": [4, 4]},
+        "documents have [3, 1, 4] tokens by position_ids and [4, 4] by seq_lengths",
+    ),
+    "positions of axes, and another count": (
+        {"position_ids": torch.tensor([range(8)] + [PACKED] * 3)},
+        "expected 0 at token 3, not 3, as a document starts at token 3 by position_ids",
     ),
     "numbers of documents, and other positions": (
         {"attention_mask": [1, 1, 1, 1, 2, 2, 2, 2], "position_ids": PACKED},
@@ -284,6 +292,26 @@ def test_one_sample_of_several_documents_is_refused(what: str) -> None:
         causal_lm_sample(item)
     found = [sample["input_ids"].tolist() for sample in causal_lm_samples(item)]
     assert found == [[10, 11, 12], [13], [14, 15, 16, 17]]
+
+
+def test_positions_of_axes_travel_with_the_rows() -> None:
+    """A document of an image of 2 x 2 tokens and a word after it, and one of two words."""
+    axes = [[0, 0, 0, 0, 2, 0, 1], [0, 0, 1, 1, 2, 0, 1], [0, 1, 0, 1, 2, 0, 1]]
+    counted = [0, 1, 2, 3, 4, 0, 1]
+    padded = [[*row, 1] for row in axes]
+    forms: list[dict[str, Any]] = [
+        {"position_ids": axes},
+        {"position_ids": torch.tensor(axes)[:, None]},
+        {"position_ids": [counted, *axes]},
+        {"position_ids": torch.tensor([counted, *axes])[:, None], "seq_lengths": [5, 2]},
+        {"position_ids": padded, "attention_mask": [1] * 5 + [2] * 2 + [0]},
+    ]
+    for form in forms:
+        tokens = list(range(8 if "attention_mask" in form else 7))
+        found = causal_lm_samples({"input_ids": tokens, **form})
+        assert [sample["input_ids"].tolist() for sample in found] == [[0, 1, 2, 3, 4], [5, 6]]
+        axes_found = [sample["rope_positions"].T.tolist() for sample in found]
+        assert axes_found == [[row[:5] for row in axes], [row[5:] for row in axes]]
 
 
 PADDED = {

@@ -220,6 +220,85 @@ def test_image_tokens_with_positions_of_three_axes(kind):
     assert sum(images for _, _, images in found) == 3  # each is encoded once
 
 
+def packed(model, items, axes):
+    """One row of all items, as a collator packs them: with positions of 3 or 4 rows, or none."""
+    from hcp.integrations.transformers import image_sample
+
+    row = {name: [item[name] for item in items if name in item] for name in items[0]}
+    row = {name: torch.cat(values) for name, values in row.items()}
+    positions = [image_sample(model, item)["rope_positions"].T for item in items]
+    counted = torch.cat([torch.arange(len(item["input_ids"])) for item in items])
+    if axes == 3:
+        return {**row, "position_ids": torch.cat(positions, 1)}
+    if axes == 4:
+        return {**row, "position_ids": torch.cat((counted[None], torch.cat(positions, 1)))}
+    return {**row, "seq_lengths": [len(item["input_ids"]) for item in items]}
+
+
+def equal(found, expected):
+    return len(found) == len(expected) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("axes", [0, 3, 4])
+def test_a_packed_row_of_texts_with_images_is_taken_apart(axes):
+    from hcp.integrations.transformers import image_sample, image_samples, register_for_images
+
+    model, items = build_of_axes("qwen2_5_vl"), items_of_axes()
+    row = packed(model, items, axes)
+    samples = image_samples(model, row)
+    assert equal(samples, [image_sample(model, item) for item in items])
+    with pytest.raises(ValueError, match="a sample has 3 documents, expected one"):
+        image_sample(model, row)
+    with pytest.raises(ValueError, match=r"patches, .* expected the same number"):
+        image_samples(model, row | {"image_grid_thw": row["image_grid_thw"].flip(0)})
+
+    loss, expected = alone_of_axes(model, items)
+    model.zero_grad()
+    register_for_images(model)
+    ((on_one, of_one, _),) = hcp.loopback(1, lambda groups: planned_of_axes(groups, model, items))
+    of_row = [{**items[i], "position_ids": samples[i]["rope_positions"].T} for i in range(3)]
+    found = hcp.loopback(3, lambda groups: planned_of_axes(groups, model, of_row))
+    assert sum(part for part, _, _ in found) == pytest.approx(loss, abs=1e-6)
+    assert difference(summed([part for _, part, _ in found]), expected) < 1e-5
+    assert abs(sum(part for part, _, _ in found) - on_one) < 1e-7
+    assert difference(summed([part for _, part, _ in found]), of_one) < 1e-6
+
+
+def test_images_of_one_shape_go_to_the_documents_of_their_tokens():
+    from hcp.integrations.transformers import image_sample, image_samples
+
+    model, made = build("llava"), samples()
+    items = [{name: sample[name] for name in ("input_ids", "pixel_values")} for sample in made]
+    row = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+    row["attention_mask"] = [i for i, item in enumerate(items, 1) for _ in item["input_ids"]]
+    assert equal(image_samples(model, row), [image_sample(model, item) for item in items])
+    with pytest.raises(
+        ValueError, match=r"\[12, 0, 4, 12\] tokens of images, and the row 6 images"
+    ):
+        image_samples(model, row | {"pixel_values": row["pixel_values"][:6]})
+
+
+def test_positions_of_axes_are_refused_by_a_model_that_has_none():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hcp.integrations.columns import causal_lm_samples
+    from hcp.integrations.transformers import causal_lm_losses
+
+    (sample,) = causal_lm_samples({"input_ids": [5, 6], "position_ids": [[0, 1]] * 3})
+
+    def refuse(groups):
+        plan = hcp.plan([2], ranks=1, max_tokens_per_rank=4)
+        ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
+        small = {name: TEXT[name] for name in TEXT if name != "initializer_range"}
+        with pytest.raises(ValueError, match="positions of three axes, expected a model of one of"):
+            causal_lm_losses(LlamaForCausalLM(LlamaConfig(**small)), cp, local)
+
+    hcp.loopback(1, refuse)
+
+
 @pytest.mark.parametrize("kind", [known("qwen3_vl")])
 def test_encoded_images_are_handed_over_as_the_model_itself_returns_them(kind):
     """Wrappers of models copy arguments, and models hand these on as a part of their output."""

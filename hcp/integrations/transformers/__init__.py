@@ -54,6 +54,7 @@ from hcp.integrations.transformers.attention import (  # noqa: E402
 from hcp.integrations.transformers.image_samples import (  # noqa: E402
     image_fields,
     image_sample,
+    image_samples,
 )
 from hcp.integrations.transformers.images import (  # noqa: E402
     image_inputs,
@@ -92,6 +93,7 @@ __all__ = [
     "image_fields",
     "image_inputs",
     "image_sample",
+    "image_samples",
     "masks_of",
     "model_inputs",
     "own_attention",

@@ -7,16 +7,17 @@ have positions of three axes (Qwen2-VL).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hcp.integrations.columns import causal_lm_sample
+from hcp.integrations.columns import AXES, causal_lm_samples
 from hcp.step.fields import Payload
 
-PIXELS, SIZES, POSITIONS, MARKED = "pixel_values", "image_grid_thw", "rope_positions", "is_image"
+PIXELS, SIZES, MARKED = "pixel_values", "image_grid_thw", "is_image"
 
 OF_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 """Types of models whose image tokens have positions of several axes, which were tested."""
@@ -49,21 +50,75 @@ def image_sample(model: Any, item: Mapping[str, Any]) -> dict[str, Tensor]:
 
     `item`: `input_ids` (tokens,), with the tokens of images; `pixel_values`, and `image_grid_thw`
     (images, 3) where the model takes sizes; none of them in a text without images. Other entries
-    are those of `causal_lm_sample`. Raises ValueError for videos, and unless the tokens of images
-    are as many as the images take.
+    are those of `causal_lm_sample`; `position_ids` (3, tokens) or (4, tokens) are taken as they
+    are, in place of the model's. Raises ValueError for videos, and unless the tokens of images are
+    as many as the images take.
     """
+    samples = image_samples(model, item)
+    if len(samples) > 1:
+        raise ValueError(
+            f"a sample has {len(samples)} documents, expected one: image_samples takes packed rows "
+            "apart"
+        )
+    return samples[0]
+
+
+def image_samples(model: Any, item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Make the samples of an item, each as `image_sample` does: one of each document of a packed
+    row, with its own images. `causal_lm_samples` says what tells documents apart."""
     images = {PIXELS, SIZES, *_TYPES}
-    sample = causal_lm_sample({name: item[name] for name in item if name not in images})
-    tokens = sample["input_ids"]
-    sample[MARKED] = tokens == _image_token(model)
-    pixels = item.get(PIXELS)
-    sample[PIXELS] = _no_pixels(model) if pixels is None else torch.as_tensor(pixels)
-    if has_axes(model):
-        sizes = item.get(SIZES)
-        sample[SIZES] = torch.as_tensor([] if sizes is None else sizes).long().view(-1, 3)
+    samples = causal_lm_samples({name: item[name] for name in item if name not in images})
+    for sample in samples:
+        sample[MARKED] = sample["input_ids"] == _image_token(model)
+    pixels, sizes = item.get(PIXELS), item.get(SIZES)
+    rows = _no_pixels(model) if pixels is None else torch.as_tensor(pixels)
+    if not has_axes(model):
+        for sample, (start, end) in zip(samples, _shares(samples, len(rows)), strict=True):
+            sample[PIXELS] = rows[start:end]
+        return samples
+    grid = torch.as_tensor([] if sizes is None else sizes).long().view(-1, 3)
+    _put_patches(model, samples, rows, grid)
+    for sample in samples:
+        if AXES not in sample:
+            sample[AXES] = _positions(model, sample)
+    return samples
+
+
+def _shares(samples: Sequence[Mapping[str, Tensor]], images: int) -> list[tuple[int, int]]:
+    """The first and the last of each sample's images, which all take as many tokens. Of one sample,
+    all of them: dispatch counts their tokens."""
+    marked = [int(sample[MARKED].sum()) for sample in samples]
+    if len(samples) == 1:
+        return [(0, images)]
+    each = sum(marked) // images if images else 1
+    if any(count % max(each, 1) for count in marked) or sum(marked) != images * each:
+        raise ValueError(
+            f"the documents of a row have {marked} tokens of images, and the row {images} images, "
+            "expected as many tokens for each image"
+        )
+    ends = list(itertools.accumulate((count // max(each, 1) for count in marked), initial=0))
+    return list(itertools.pairwise(ends))
+
+
+def _put_patches(
+    model: Any, samples: Sequence[dict[str, Tensor]], pixels: Tensor, sizes: Tensor
+) -> None:
+    """Give each sample the images that its tokens take, in order. ValueError where tokens and
+    images differ."""
+    patches = sizes.prod(-1)
+    tokens = patches // model.config.vision_config.spatial_merge_size**2
+    ends = [0, *tokens.cumsum(0).tolist()]
+    rows = [0, *patches.cumsum(0).tolist()]
+    first = taken = 0
+    for i, sample in enumerate(samples):
+        taken += int(sample[MARKED].sum())
+        last = len(sizes) if i == len(samples) - 1 else first
+        while last < len(sizes) and ends[last] < taken:
+            last += 1
+        end = len(pixels) if last == len(sizes) else rows[last]
+        sample[SIZES], sample[PIXELS] = sizes[first:last], pixels[rows[first] : end]
         _check_count(model, sample)
-        sample[POSITIONS] = _positions(model, sample)
-    return sample
+        first = last
 
 
 def _image_token(model: Any) -> int:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from hcp.integrations.columns import AXES
 from hcp.integrations.transformers.attention import ATTENTION, Window, register_hcp_attention
 from hcp.integrations.transformers.image_samples import (
     OF_AXES,
     PIXELS,
-    POSITIONS,
     SIZES,
     has_axes,
 )
@@ -118,9 +118,9 @@ def image_inputs(
             "ways, expected a plan with masks that say so: "
             "hcp.plan(masks=[hcp.Mask.bidirectional_spans(length, spans), ...])"
         )
-    if has_axes(model) and POSITIONS not in local:
+    if has_axes(model) and AXES not in local:
         raise ValueError(
-            f"the samples have {sorted(local)}, expected {POSITIONS!r} too: "
+            f"the samples have {sorted(local)}, expected {AXES!r} too: "
             f"{type(model).__name__} gives image tokens positions of several axes; make samples "
             "by image_sample(model, item)"
         )
@@ -134,9 +134,6 @@ def image_inputs(
     # What layers add travels beside what takes the place of the tokens.
     own = torch.split(taken.to_tokens(torch.cat(found, -1)), [x.shape[-1] for x in found], -1)
     inputs = model_inputs(cp, local)
-    if has_axes(model):
-        axes = cp.at_least_one_row(local[POSITIONS]).T.unsqueeze(1)
-        inputs["position_ids"] = torch.cat([inputs["position_ids"].unsqueeze(0), axes])
     if len(found) > 1:
         layers = _Encoded(list(own[:1]), [(x,) for x in own[1:]])
         return {**inputs, "mm_encoder_outputs": {"image": layers}}

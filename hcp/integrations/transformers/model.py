@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from hcp._words import GradReduce
 from hcp.integrations.barrier import warn_of_the_barrier
+from hcp.integrations.columns import AXES
 from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
+from hcp.integrations.transformers.image_samples import OF_AXES, has_axes
 from hcp.integrations.transformers.routers import record_routers, router_aux_loss
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
@@ -25,10 +27,15 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
 
     `local.input_ids`: (T,). Models of Transformers cannot compute zero rows, so a rank without rows
     gets one that stands in. No other row sees it, and `causal_lm_losses` leaves it out.
+    `local.rope_positions`, (T, 3), if there is one: the positions of three axes.
     """
+    positions = cp.at_least_one_row(cp.position_ids).unsqueeze(0)
+    if AXES in local:
+        axes = cp.at_least_one_row(local[AXES]).T.unsqueeze(1)
+        positions = torch.cat([positions.unsqueeze(0), axes])
     return {
         "input_ids": cp.at_least_one_row(local.input_ids).unsqueeze(0),
-        "position_ids": cp.at_least_one_row(cp.position_ids).unsqueeze(0),
+        "position_ids": positions,
         "use_cache": False,
         "cp": cp,
     }
@@ -44,6 +51,11 @@ def causal_lm_logits(
     by default `model_inputs`."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
+    if AXES in local and not has_axes(_unwrapped(model)):
+        raise ValueError(
+            f"the samples have {AXES!r}, positions of three axes, expected a model of one of "
+            f"{sorted(OF_AXES)}: give {type(model).__name__} the position_ids that count tokens"
+        )
     given = model_inputs(cp, local) if inputs is None else inputs
     logits: Tensor = model(**given).logits[0, : cp.rows]
     return logits
@@ -70,6 +82,13 @@ def causal_lm_losses(
         return causal_lm_logits(model, cp, local, inputs).squeeze(-1)
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, without DDP or an engine around it."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each row, (T,), float32 or wider, of (T, vocabulary), (T,)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -93,8 +112,7 @@ def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[None]:
 
     The head computes them itself: its weight is whole while it is called, also under FSDP.
     """
-    while isinstance(getattr(model, "module", None), nn.Module):  # of DDP, of an engine
-        model = model.module  # type: ignore[assignment]
+    model = _unwrapped(model)
     head, losses = linear_head(model), labels.new_empty(0)
 
     def forward(hidden: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from hcp.integrations.transformers.attention import (
     check_softcap,
     register_hcp_attention,
 )
-from hcp.integrations.transformers.image_samples import image_fields, image_sample
+from hcp.integrations.transformers.image_samples import image_fields, image_samples
 from hcp.integrations.transformers.images import image_inputs, register_for_images
 from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import (
@@ -89,7 +89,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
         `groups`: by default, all ranks of the job are one domain. `to_sample`: makes a sample of an
         item of the dataset, in place of a collator. `images`: items have pixel values, as
-        `image_sample` takes them. `fused_rope`: see `register_hcp_attention`.
+        `image_samples` takes them. `fused_rope`: see `register_hcp_attention`.
         `linear_cross_entropy`: compute losses without the logits of all rows in memory, where no
         predictions are asked for, see `causal_lm_losses`. `router_aux_loss_coef`: of the loss that
         balances experts in training, a mean over sequences, see `router_aux_loss`. Other arguments
@@ -126,7 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             linear_head(self.model)
             check_linear_cross_entropy(self.args.device)
         self.fields = image_fields(self.model) if images else None
-        own = partial(image_sample, self.model) if images else causal_lm_samples
+        own = partial(image_samples, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
         self._means = MeanMetrics()
         self.add_callback(LoaderPosition())
