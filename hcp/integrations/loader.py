@@ -32,6 +32,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.columns import IGNORED, causal_lm_samples
 from hcp.integrations.model_cost import cost_of_model
+from hcp.integrations.too_long import fit_of
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.rebinding.exclude import Exclude
@@ -189,6 +190,7 @@ class DynamicCPCollator:
             masks=masks,
             fields=fields,
             window_sizes=window_sizes,
+            fit=fit_of(config, ranks, alignment, fields),
             alignment=alignment,
         )
         config.validate(ranks=ranks)

@@ -33,9 +33,14 @@ from hcp.step.dispatch import (
 )
 from hcp.step.fields import Given, Rules, Sample, length_of
 from hcp.step.pace import Pace
-from hcp.step.too_long import Fit, fit_of
 
 Share = TypeVar("Share")
+Fit = Callable[
+    [Sequence[int], Sequence[int], Sequence[Sample], int],
+    tuple[Sequence[int], Sequence[int], Sequence[Sample], int],
+]
+"""Takes lengths, sources, a rank's samples and the rank; gives what is left of the first three, and
+how many samples were too long."""
 
 
 class StepPlanner:
@@ -81,6 +86,7 @@ class StepPlanner:
         window_sizes: Sequence[tuple[int, int]] = (),
         has_rows: bool = True,
         compares: bool = True,
+        fit: Fit | None = None,
         **limits: Any,
     ) -> StepPlanner:
         """Make the planner of a trainer with these options.
@@ -95,7 +101,7 @@ class StepPlanner:
             masks: gives the masks of sequences of these lengths, in tokens.
             fields: the rules of fields that have not one row per token: :func:`hcp.dispatch`.
             window_sizes: sliding windows in addition to those of ``config``.
-            has_rows: as for a planner that is made directly.
+            has_rows, fit: as for a planner that is made directly.
             compares: whether the time from step to step is compared with what plans say, and a
                 warning tells once that it is another. False where a trainer does more than to train
                 between two steps.
@@ -124,7 +130,7 @@ class StepPlanner:
             plan_ahead=config.plan_ahead,
             has_rows=has_rows,
             pace=Pace(None if cost is None else cost.unit) if compares else None,
-            fit=fit_of(config, ranks, fields or {}, limits),
+            fit=fit,
         )
 
     @cached_property

@@ -21,6 +21,7 @@ from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.documents import bounds_of, first_miscounted, short
 from hcp.integrations.megatron.megatron_packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
+from hcp.integrations.too_long import fit_of
 from hcp.step.ahead import ReadItems
 from hcp.step.planner import StepPlanner
 
@@ -134,6 +135,7 @@ def plan_batches(
         cost=cost,
         waits=lambda: waits_in_layers(groups),
         has_rows=has_rows,
+        fit=fit_of(config, groups.size("dp_cp"), alignment),
         sync=sync,
         alignment=alignment,
         pipeline_stages=groups.size("pp"),

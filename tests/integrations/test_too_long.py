@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.integrations.loader import EvalDataLoader
+from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
+from hcp.integrations.too_long import fit_of
 from hcp.planning.memory import MemoryModel
 from hcp.step.config import Config
 from hcp.step.planner import StepPlanner
@@ -46,6 +47,11 @@ def cut(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def planner_of(config: Config, ranks: int, fields: Any = None) -> StepPlanner:
+    fit = fit_of(config, ranks, 1, fields)
+    return StepPlanner.of(config, ranks, fields=fields, fit=fit)
+
+
 def content(step: hcp.Step) -> tuple[Any, ...]:
     rows = [(local.tokens.tolist(), local.reward.tolist()) for _, local in step]
     return step.plan.to_dict(), step.sources, step.loss_tokens, rows
@@ -57,7 +63,7 @@ def as_without_them(rank: int, size: int, way: Any) -> None:
     config = Config(8, plan_ahead=1)
     left = (dropped if way == "drop" else cut)(samples_of(rank))
     expected = StepPlanner.of(config, size, fields=fields).step(left, groups)
-    planner = StepPlanner.of(replace(config, too_long=way), size, fields=fields)
+    planner = planner_of(replace(config, too_long=way), size, fields)
     steps = planner.steps([samples_of(rank), samples_of(rank), []], groups, until_empty=True)
     for step in (planner.step(samples_of(rank), groups), *steps):
         assert content(step) == content(expected)
@@ -84,7 +90,7 @@ def test_a_sample_that_is_too_long_is_refused_by_default() -> None:
 
 
 def all_dropped(rank: int, size: int) -> None:
-    planner = StepPlanner.of(Config(8, too_long="drop"), size)
+    planner = planner_of(Config(8, too_long="drop"), size)
     samples = [{"tokens": torch.arange(25 + rank)}] if rank else []
     with pytest.raises(ValueError, match=r"all 2 samples of the batch have more than 24 tokens"):
         planner.step(samples, hcp.build_process_groups())
@@ -98,7 +104,7 @@ def test_the_log_tells_the_sum_each_time_that_it_has_doubled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def steps(groups: Any) -> None:
-        planner = StepPlanner.of(Config(8, too_long="cut"), 1)
+        planner = planner_of(Config(8, too_long="cut"), 1)
         for _ in range(5):
             planner.step([{"tokens": torch.arange(9)}], groups)
 
@@ -112,13 +118,25 @@ def test_the_log_tells_the_sum_each_time_that_it_has_doubled(
 def test_payloads_are_not_cut() -> None:
     fields = {"pixels": hcp.Payload()}
     with pytest.raises(ValueError, match=r"too_long is 'cut' and fields has payloads \['pixels'\]"):
-        StepPlanner.of(Config(8, too_long="cut"), 2, fields=fields)
-    StepPlanner.of(Config(8, too_long="drop"), 2, fields=fields)
+        fit_of(Config(8, too_long="cut"), 2, 1, fields)
+    assert fit_of(Config(8, too_long="drop"), 2, 1, fields)
 
 
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match=r"too_long is 'trim', expected one of refuse, drop, cut"):
         Config(8, too_long="trim")  # type: ignore[arg-type]
+
+
+def lengths_of_a_loader(rank: int, size: int) -> list[list[int]]:
+    data = Items({"input_ids": list(range(length))} for length in (40, 3, 24, 26, 5, 9))
+    config = Config(8, too_long="drop")
+    groups = hcp.build_process_groups()
+    loader = DynamicCPDataLoader(data, config, groups, global_batch_size=3, shuffle=False)
+    return [list(step.plan.lengths) for step in loader]
+
+
+def test_a_loader_leaves_samples_out() -> None:
+    assert run_ranks(3, lengths_of_a_loader) == [[[3, 24], [5, 9]]] * 3
 
 
 class Items(list[dict[str, list[int]]]):

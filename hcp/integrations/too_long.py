@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from hcp.step.config import Config
 from hcp.step.fields import Payload, Rules, Sample
@@ -17,7 +15,7 @@ class Fit:
     """Drops or cuts the samples of a batch that are too long, on every rank alike."""
 
     def __init__(self, cuts: bool, longest: int, rules: Rules) -> None:
-        """``longest``: tokens that a sample may have. ValueError where samples cannot be cut."""
+        """`longest`: tokens that a sample may have. ValueError where samples cannot be cut."""
         payloads = [name for name, rule in rules.items() if isinstance(rule, Payload)]
         if cuts and payloads:
             raise ValueError(
@@ -67,10 +65,9 @@ class Fit:
         )
 
 
-def fit_of(config: Config, ranks: int, rules: Rules, limits: Mapping[str, Any]) -> Fit | None:
-    """Return what fits batches to the ranks; None where samples that are too long are refused.
-    ``limits``: as for :func:`hcp.plan`, in place of the config's."""
+def fit_of(config: Config, ranks: int, alignment: int, rules: Rules | None = None) -> Fit | None:
+    """Return what fits batches to the ranks, for `StepPlanner.of`; None where samples that are too
+    long are refused."""
     if config.too_long == "refuse":
         return None
-    measured = replace(config, memory=limits.get("memory", config.memory))
-    return Fit(config.too_long == "cut", measured.longest(ranks, limits.get("alignment", 1)), rules)
+    return Fit(config.too_long == "cut", config.longest(ranks, alignment), rules or {})
