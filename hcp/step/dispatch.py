@@ -33,6 +33,7 @@ from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
 from hcp.step.device_copies import DeviceCopies
 from hcp.step.fields import (
+    TEXT,
     Field,
     Given,
     Rules,
@@ -42,6 +43,7 @@ from hcp.step.fields import (
     in_tensors,
     length_of,
     said_of,
+    texts_of,
 )
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
@@ -84,20 +86,22 @@ class StepTransport(NamedTuple):
 
 
 class LocalBatch:
-    """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``.
+    """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``. A field of
+    strings is a tuple, of one for each sequence.
 
     Has no other public attribute, so that a field may have any name; iterates over the names.
-    ``dict(local)`` and ``**local`` give the tensors by name, unless a field is called "keys".
+    ``dict(local)`` and ``**local`` give the fields by name, unless a field is called "keys".
     """
 
     keys: Callable[[], KeysView[str]]
     """The names, as dict() asks for them; the field of this name, if there is one."""
 
-    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+    def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = dict(fields)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._fields[name]
+        rows: Tensor = self._fields[name]
+        return rows
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("_fields", {})
@@ -116,13 +120,17 @@ class LocalBatch:
         return len(self._fields)
 
     def _to_device(self, copies: DeviceCopies) -> None:
-        for name, rows in self._fields.items():
+        for name, rows in self._rows():
             moved = copies.copy(rows)
             if moved is not rows:
                 self._fields[name] = rows_may_vary(moved)
 
     def _pin(self) -> None:
-        self._fields = {name: rows.pin_memory() for name, rows in self._fields.items()}
+        self._fields |= {name: rows.pin_memory() for name, rows in self._rows()}
+
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        """The fields that are no strings."""
+        return [(name, x) for name, x in self._fields.items() if isinstance(x, Tensor)]
 
 
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
@@ -559,7 +567,8 @@ def dispatch(
         loss_mask: the field whose sum over the whole batch is its number of loss tokens.
         fields: the rules of fields that are not one row per token, by name: "sequence" (one number,
             or tensor of a fixed shape, per sample, on every rank of the sequence's group as
-            (sequences, ...)) or an :class:`hcp.Payload`.
+            (sequences, ...)), "text" (one string per sample, as a tuple) or an
+            :class:`hcp.Payload`.
         handler_cls: the class of the handlers, which also says whose kernels compute attention:
             :func:`hcp.get_cp_handler_cls`. The default is "auto".
         stamp_call_sites: ranks also compare where in the trainer's source they call attention, to
@@ -636,7 +645,7 @@ def dispatch(
     said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
     agreed = said.agreed(_MUST_AGREE, {"plan": plan.to_dict, "sources": loaded_by.ranks.tolist})
     loss_tokens.set(said.loss_tokens)
-    rules = dict(fields or {})
+    rules = check_rules(fields, loss_mask)
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in agreed["fields"] or []
     ]
@@ -644,8 +653,15 @@ def dispatch(
     splits |= rows.splits(rules, announced[0], said)
     values = rows.rows(fields_here) | rows.others(fields_here, splits)
     batches = [
-        LocalBatch({field.name: values[field.name][i] for field in fields_here})
-        for i in range(len(handlers))
+        LocalBatch(
+            {
+                field.name: texts_of(values[field.name][i], cp.payloads[field.name].cu_seqlens)
+                if fields and fields.get(field.name) == TEXT
+                else values[field.name][i]
+                for field in fields_here
+            }
+        )
+        for i, cp in enumerate(handlers)
     ]
     micro_batches = list(zip(handlers, batches, strict=True))
     return Step(plan, micro_batches, loss_tokens.count, loaded_by, transport.rank)

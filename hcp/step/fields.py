@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from hcp.exchange.transport import flat_rows
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence by name: (tokens, ...), but for the fields that rules name."""
 
-Given = Mapping[str, Tensor | float]
-"""A sample as it may be given: a field of PER_SEQUENCE may be a number."""
+Given = Mapping[str, Tensor | float | str]
+"""A sample as it may be given: a field of PER_SEQUENCE may be a number, one of TEXT is a string."""
 
 PER_SEQUENCE: Final = "sequence"
 """The rule of a field that has one value, or one tensor of a fixed shape, per sequence."""
+
+TEXT: Final = "text"
+"""The rule of a field that has one string per sequence. It travels as a payload of UTF-8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +74,17 @@ class Payload:
 
 
 Rules = Mapping[str, str | Payload]
-"""The rules of fields by name: PER_SEQUENCE, or a Payload. Other fields have a row per token."""
+"""The rules of fields by name: PER_SEQUENCE, TEXT, or a Payload. Others have a row per token."""
 
 
 def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload]:
     """Return the rules. ValueError where one is no rule, or names a field that has none."""
     rules = dict(fields or {})
     for name, rule in rules.items():
-        if rule != PER_SEQUENCE and not isinstance(rule, Payload):
+        if rule not in (PER_SEQUENCE, TEXT) and not isinstance(rule, Payload):
             raise ValueError(
-                f"fields[{name!r}] is {rule!r}, expected {PER_SEQUENCE!r} or an hcp.Payload: a "
-                "field with one row per token needs no rule"
+                f"fields[{name!r}] is {rule!r}, expected {PER_SEQUENCE!r}, {TEXT!r} or an "
+                "hcp.Payload: a field with one row per token needs no rule"
             )
         parent = rule.per_unit_of if isinstance(rule, Payload) else None
         if parent is not None:
@@ -94,7 +98,7 @@ def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload
         raise ValueError(
             f"fields[{loss_mask!r}] is given, expected none: the loss mask has one row per token"
         )
-    return rules
+    return {name: Payload() if rule == TEXT else rule for name, rule in rules.items()}
 
 
 # ---- what the samples have -----------------------------------------------------------------------
@@ -107,7 +111,7 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
             given = "empty" if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
         others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
-        made = {name: _of_number(x, name, i, rules) for name, x in others.items()}
+        made = {name: _in_tensor(x, name, i, rules) for name, x in others.items()}
         for name, x in sample.items():
             if isinstance(x, Tensor) and not _has_rows(x):
                 raise ValueError(
@@ -123,9 +127,12 @@ def _has_rows(value: Tensor) -> bool:
     return dense and not value.is_meta and not value.is_quantized
 
 
-def _of_number(value: Any, name: str, i: int, rules: Rules) -> Tensor:
-    """Make a tensor of a number of Python's or numpy's, as torch.as_tensor does."""
+def _in_tensor(value: Any, name: str, i: int, rules: Rules) -> Tensor:
+    """Make a tensor of a number of Python's or numpy's, as torch.as_tensor does, or of the bytes of
+    a string."""
     rule = rules.get(name)
+    if rule == TEXT and isinstance(value, str):
+        return torch.tensor(list(value.encode()), dtype=torch.uint8, device="cpu")
     number = isinstance(value, float | int) or getattr(value, "shape", None) == ()
     if number and rule == PER_SEQUENCE:
         try:
@@ -133,15 +140,16 @@ def _of_number(value: Any, name: str, i: int, rules: Rules) -> Tensor:
         except (TypeError, ValueError, RuntimeError):
             pass  # a text or a date of numpy's, or an integer of more than 64 bits
     raise ValueError(
-        f"samples[{i}][{name!r}] is {_shown(value)}, expected {_EXPECTED[type(rule)]}"
+        f"samples[{i}][{name!r}] is {_shown(value)}, expected "
+        + ("a string" if rule == TEXT else _EXPECTED[type(rule)])
         + (_FOR_NUMBERS.format(name) if number and rule is None else "")
     )
 
 
 _EXPECTED: dict[type, str] = {
     type(None): "a tensor (tokens, ...)",
-    str: "a number of at most 64 bits, or a tensor of a fixed shape: give texts and other objects "
-    "a number, such as an index into a list that every rank has",
+    str: "a number of at most 64 bits, or a tensor of a fixed shape: the rule of strings is "
+    "'text'; give other objects a number, such as an index into a list that every rank has",
     Payload: "a tensor (rows, ...)",
 }
 """By the type of a field's rule."""
@@ -153,6 +161,12 @@ def _shown(value: Any) -> str:
     kind, text = type(value).__name__, repr(value)
     said = text if kind in text else f"{kind} {text}"
     return said if len(said) <= 60 else kind
+
+
+def texts_of(rows: Tensor, cu_seqlens: Tensor) -> tuple[str, ...]:
+    """Return the string of each sequence, given the bytes of all of them and their bounds."""
+    joined, bounds = bytes(rows.tolist()), cu_seqlens.tolist()
+    return tuple(joined[start:end].decode() for start, end in itertools.pairwise(bounds))
 
 
 def length_of(sample: Sample, i: int, rules: Rules) -> int:

@@ -14,6 +14,8 @@ from support.ranks import RankError, run_ranks, try_ranks
 from torch import Tensor
 
 import hcp
+from hcp.step.config import Config
+from hcp.step.planner import StepPlanner
 
 FIELDS: dict[str, str | hcp.Payload] = {
     "advantage": "sequence",
@@ -205,6 +207,50 @@ def test_a_value_of_a_sequence_may_be_a_number(values: list[Any], dtype: torch.d
             assert value == torch.as_tensor(values[sequence]).to(dtype).item()
 
 
+# ---- strings -------------------------------------------------------------------------------------
+
+TEXTS = ["prompt-7", "", "na\u00efve \u6f22\u5b57 \U0001f600", "a\x00b"]
+
+
+def texts_here(rank: int, size: int, ahead: int) -> list[tuple[int, str]]:
+    """The strings of this rank's sequences, where rank 0 has loaded all and moves none itself."""
+    lengths, rules = [20, 1, 7, 9], {"uid": "text", "reward": "sequence"}
+    samples: list[Any] = [
+        {"x": torch.full((n,), i), "uid": text, "reward": float(i)}
+        for i, (n, text) in enumerate(zip(lengths, TEXTS, strict=True))
+    ]
+    groups = hcp.build_process_groups()
+    planner = StepPlanner.of(Config(8, plan_ahead=ahead), size, fields=rules)
+    (step,) = planner.steps([samples if rank == 0 else []], groups)
+    found = []
+    for cp, local in step:
+        assert isinstance(local.uid, tuple)
+        assert dict(local)["uid"] == local.uid
+        assert [int(reward) for reward in local.reward] == list(cp.layout.sequences)
+        found += zip(cp.layout.sequences, local.uid, strict=True)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_strings_travel_to_every_rank_of_their_sequences(ahead: int) -> None:
+    found = run_ranks(3, texts_here, ahead)
+    assert all(text == TEXTS[i] for of_rank in found for i, text in of_rank)
+    assert {i for of_rank in found for i, _ in of_rank} == {0, 1, 2, 3}
+    assert all(0 in dict(of_rank) for of_rank in found)  # the longest is on all ranks
+
+
+def test_samples_that_were_gathered_keep_their_strings() -> None:
+    def texts(groups: Any) -> list[str]:
+        rules = {"uid": "text"}
+        samples: list[Any] = [{"x": torch.zeros(2), "uid": text} for text in TEXTS]
+        lengths, sources, own = hcp.gather_lengths(samples, groups, fields=rules)
+        plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=8)
+        ((cp, local),) = hcp.dispatch(plan, own, sources, groups, fields=rules)
+        return [local.uid[cp.layout.sequences.index(i)] for i in range(len(TEXTS))]
+
+    assert hcp.loopback(1, texts) == [TEXTS]
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -260,7 +306,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a text": (
         of_three(image="uid-7"),
         {"image": "sequence"},
-        r"\['image'\] is str 'uid-7', expected a number of at most 64 bits, or a tensor .* index",
+        r"\['image'\] is str 'uid-7', expected a number .* the rule of strings is 'text'",
+    ),
+    "no text": (
+        of_three(image=1.5),
+        {"image": "text"},
+        r"\['image'\] is float 1.5, expected a str",
     ),
     "a text of numpy": (
         of_three(image=numpy.str_("uid-7")),
