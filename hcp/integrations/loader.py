@@ -615,6 +615,11 @@ def _name_of(dataset: Any) -> str:
 
 
 def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"the dataset is {sorted(map(str, dataset))} by name, expected one dataset: make a "
+            "loader of each. Trainers of Transformers and TRL take several as eval_dataset"
+        )
     if is_stream(dataset):
         if isinstance(dataset, Iterator):
             raise ValueError(

@@ -1279,6 +1279,11 @@ def evaluate_alone(rank, size, folder):
     both = trainer.evaluate(sets)
     assert both["eval_a_loss"] == pytest.approx(found[0], abs=1e-6)
     assert both["eval_b_loss"] != found[0]
+    trainer.eval_dataset = sets
+    again = trainer.evaluate()
+    assert {name: again[name] for name in both if name.endswith("loss")} == {
+        name: value for name, value in both.items() if name.endswith("loss")
+    }
     with pytest.raises(ValueError, match="the dataset has 0 samples"):
         trainer.evaluate([])
     return found
