@@ -115,8 +115,9 @@ def step_of(lengths, options):
 
 
 def on_cpu(function, *args):
-    from hcp.integrations.megatron import megatron_on_cpu
     from support.megatron_cases import wide_routers
+
+    from hcp.integrations.megatron import megatron_on_cpu
 
     alone.cache_clear()
     with megatron_on_cpu(), wide_routers():
