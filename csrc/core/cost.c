@@ -128,6 +128,8 @@ int32_t hcp__times_row(const hcp_times *times, int64_t length) {
 
 int32_t hcp__times_column(const hcp_times *times, int32_t degree) {
   int32_t low = 0, high = times->degree_count - 1;
+  int64_t near = (int64_t)degree - times->degrees[0]; /* its place among consecutive ones */
+  if (near >= 0 && near <= high && times->degrees[near] == degree) return (int32_t)near;
   while (low <= high) {
     int32_t middle = low + (high - low) / 2;
     if (times->degrees[middle] == degree) return middle;
