@@ -32,9 +32,6 @@ from hcp.tools.presets import PRESETS
 from hcp.tools.programs.families import FAMILIES
 from hcp.tools.timeline import timeline
 
-CHEAP_LAUNCHES = hcp.CostModel(exchange=4_096, launch=1_048_576)
-"""Groups cost so little that what keeps a plan from its bound is how sequences fit together."""
-
 # ---- cost ----------------------------------------------------------------------------------------
 
 
@@ -285,7 +282,7 @@ def test_no_plan_of_real_lengths_is_slower_than_at_one_degree(
 
 
 def test_one_and_a_half_equal_sequences_a_rank_leave_no_rank_idle() -> None:
-    plan = hcp.plan([7372] * 96, ranks=64, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan([7372] * 96, ranks=64, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     assert plan.makespan <= 1.01 * plan.bound
 
 
@@ -306,7 +303,7 @@ def apart_from_launches(plan: hcp.Plan) -> int:
 def test_few_long_sequences_leave_hardly_a_gap(seed: int) -> None:
     """Nothing short fills gaps: groups stand in columns that end together."""
     lengths = spread(128, 8192, 65536, seed)
-    plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     check_plan(plan, lengths)
     assert apart_from_launches(plan) <= 1.013 * plan.bound
 
@@ -333,7 +330,7 @@ def test_columns_of_few_degrees_are_filled_by_lesser_ones() -> None:
     random = Random(0)
     powers = random.choices([1, 2, 4, 8], [8, 4, 2, 1], k=128)
     lengths = [round(8192 * power * random.uniform(1.02, 1.22)) for power in powers]
-    plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     assert apart_from_launches(plan) <= 1.008 * plan.bound
 
 
@@ -342,7 +339,7 @@ def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
     """The few sequences that one rank holds fill none to the end."""
     random = Random(seed)
     lengths = [random.randint(4096, 32768) for _ in range(96)]
-    plan = hcp.plan(lengths, ranks=24, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan(lengths, ranks=24, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     assert apart_from_launches(plan) <= 1.01 * plan.bound
 
 
@@ -353,7 +350,7 @@ def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
     lengths: list[int] = []
     while sum(lengths) < 32_000_000:
         lengths.append(FAMILIES["byted"].draw(random))
-    plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     check_plan(plan, lengths)
     assert apart_from_launches(plan) <= 1.011 * plan.bound
 
@@ -362,7 +359,7 @@ def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
 def test_giants_get_about_the_degree_at_which_they_end_with_the_others(giant: int) -> None:
     """Most of the work: a degree that is 3% off would be idle ranks."""
     lengths = [giant, 900_000] + [2000 + 37 * i % 6000 for i in range(4000)]
-    plan = hcp.plan(lengths, ranks=512, max_tokens_per_rank=8192, cost=CHEAP_LAUNCHES)
+    plan = hcp.plan(lengths, ranks=512, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     assert apart_from_launches(plan) <= 1.004 * plan.bound
 
 
@@ -628,7 +625,7 @@ def test_more_effort_proves_that_ranks_are_idle_beside_unlike_sequences() -> Non
         "ranks": 8,
         "max_tokens_per_rank": 1000,
         "sync": "micro_batch",
-        "cost": CHEAP_LAUNCHES,
+        "cost": planning.CHEAP_LAUNCHES,
     }
     plan = hcp.plan(lengths, **request)
     assert 1.02 * plan.bound <= lower_bound(lengths, **request, effort=2) <= plan.makespan

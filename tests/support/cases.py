@@ -22,6 +22,7 @@ import hcp
 from hcp.exchange import tables
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.step.dispatch import Groups
+from support.planning import CHEAP_LAUNCHES
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Case:
             alignment=self.alignment,
             ranks_per_node=self.node,
             memory=memory,
+            cost=CHEAP_LAUNCHES,
         )
 
 
