@@ -20,8 +20,8 @@ from hcp.planning.plan import Group, lower_bound
 from hcp.tools.check import check_plan
 
 CHEAP_LAUNCHES = hcp.CostModel(exchange=4_096, launch=1_048_576)
-"""Groups cost so little that sequences of few tokens are spread over ranks, too, and that what keeps
-a plan from its bound is how sequences fit together."""
+"""Groups cost so little that sequences of few tokens are spread over ranks, too, and that what
+keeps a plan from its bound is how sequences fit together."""
 FULL_SPEED = 65_536
 """Slowness of the fastest rank."""
 COST_BITS = 62
