@@ -44,9 +44,11 @@ def router(kind, tp_cp):
         moe_z_loss_coeff=0.05,
         moe_router_dtype="fp64",
         moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
+        # Megatron's own counts for it cannot leave padding out.
+        moe_router_enable_expert_bias=kind == "seq_aux_loss",
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
+        add_bias_linear=False,
         params_dtype=torch.float64,
     )
     groups = SimpleNamespace(tp=alone(), cp=alone(), tp_cp=tp_cp, tp_dp_cp=dist.group.WORLD)

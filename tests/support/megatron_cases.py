@@ -97,7 +97,7 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
 
 @contextlib.contextmanager
 def wide_routers() -> Iterator[None]:
-    """Make what Megatron's routers compute in float32 float64."""
+    """Make what Megatron's routers compute in float32 float64, and compile nothing."""
     from megatron.core.transformer.moe import moe_utils
 
     class Wide:
@@ -109,6 +109,7 @@ def wide_routers() -> Iterator[None]:
     with (
         mock.patch.object(moe_utils, "torch", Wide()),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        torch.compiler.set_stance("force_eager"),
     ):
         yield
 

@@ -138,7 +138,7 @@ class _PlannedLayer:
             return super().forward(*given, **options)  # type: ignore[misc]
         router = self.mlp.router
         cp = handler_of(params, router.cp_group, self.config)
-        own = twin(router, planned_router(type(router)), cp=cp, rows=params.rows)
+        own = twin(router, planned_router(router.__class__), cp=cp, rows=params.rows)
         made = twin(self, mlp=twin(self.mlp, router=own))
         return super(_PlannedLayer, made).forward(*given, **options)  # type: ignore[misc]
 

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 
-def twin(module: Any, kind: type | None = None, **changes: Any) -> Any:
+def twin(module: Any, kind: Any = None, **changes: Any) -> Any:
     """Copy a module for one call: with its own parameters, and with other attributes. `kind`: a
     class derived of its own.
 
     The module itself does not change: the backward of another micro-batch may need it.
     """
-    made = object.__new__(kind or type(module))
+    made: Any = object.__new__(kind or type(module))
     made.__dict__.update(module.__dict__)
     made.__dict__["_modules"] = {k: v for k, v in module._modules.items() if k not in changes}
     made.__dict__.update(changes)

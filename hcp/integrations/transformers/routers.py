@@ -100,7 +100,7 @@ def router_aux_loss(
     cp: ContextParallelHandler,
     routed: Routed,
     *,
-    grad_reduce: GradReduce,
+    grad_reduce: GradReduce | None = None,
     batch_counts: Tensor | None = None,
 ) -> Tensor:
     """Return this micro-batch's share of the loss by which a model balances its experts, a scalar:
