@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from hcp._validate import expect_size
 from hcp.planning.mask import BOTH, CAUSAL, FULL, INVERSE_CAUSAL, Mask, Slice
 
+__all__ = ["mask_of_flex"]
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether a query sees a key: (batch, head, query, key) to a bool, as flex_attention takes it."""
 
