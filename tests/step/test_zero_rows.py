@@ -159,6 +159,12 @@ def of_sequences(made: Made, given: Inputs) -> Results:
     return {**named, "group": ("once", group)}
 
 
+def over_domain(made: Made, given: Inputs) -> Results:
+    x = given("x", 2)
+    tokens = x[: made.cp.rows - made.cp.layout.padding]
+    return {"rows": ("rows", x * made.cp.group.sum_over_domain(tokens.sum(0, keepdim=True)))}
+
+
 def rolled(made: Made, given: Inputs) -> Results:
     x = given("x", 2, 3)
     back = made.cp.roll_tensor(x.permute(1, 2, 0), 2, -1).permute(2, 0, 1)
@@ -292,6 +298,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Call]] = {
         ("sequences.repeat", "sequences.sum", "sequences.combine", "group.sum"),
         of_sequences,
     ),
+    "a sum over the domain": (("group.sum_over_domain",), over_domain),
     "rolls": (("roll_tensor",), rolled),
     "a halo": (("scan.halo", "scan.halo_rows"), with_halo),
     "states and decays": (("scan.pass_states",), recurrence("decay")),
