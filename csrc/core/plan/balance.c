@@ -202,7 +202,7 @@ static int32_t fullest(const balance *o) {
 /* 0: the fullest rank stays as it is. */
 static int improve(balance *o) {
   int32_t full = fullest(o), other = -1;
-  o->looks -= EMPTIEST * o->p->limits->ranks;
+  o->looks -= (int64_t)EMPTIEST * o->p->limits->ranks;
   for (int32_t i = 0; i < EMPTIEST; i++) {
     other = next_emptiest(o, other);
     if (other < 0 || o->ends[other] >= o->ends[full]) return 0;
