@@ -442,13 +442,14 @@ hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, in
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
 
 /* Looks for micro-batches a little lower than the best, of few sequences that may have
- * any ranks, in a share of the usual looks. */
+ * any ranks, in a share of the usual looks. warm: steps may first make it worse, the more the
+ * warmer; 0: not. */
 hcp_status hcp__polish(hcp__search *search, int32_t effort, int32_t share, int32_t warm,
                        hcp_error *err);
 /* Looks for a plan of few sequences that ends a little sooner than the best, where ranks meet at
  * the end of the step (step_polish.c). */
 hcp_status hcp__polish_step(hcp__search *search, int32_t effort, int32_t share, int32_t warm,
-                           hcp_error *err);
+                            hcp_error *err);
 /* The same for a plan of micro-batches in which all ranks wait for the slowest, in a pipeline or
  * not. Blocks name their micro-batches; there are none when steps are not possible. */
 hcp_status hcp__polish_blocks(const hcp__problem *problem, const hcp__draft *from, int64_t makespan,
