@@ -64,6 +64,24 @@ class _PlannedRouter:
         sequences = len(self.cp.layout.sequences)
         return self._balanced(probs, "seq_aux_loss", scores, routing_map, sequences)
 
+    def _apply_global_aux_loss(
+        self: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *others: Any, **named: Any
+    ) -> Tensor:
+        """Balance this micro-batch by the mean counts of those of the step so far, on all ranks."""
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        counts, sums = (self._sums(x, 1)[0] for x in (routing_map.double(), scores))
+        dist.all_reduce(counts, group=self.tp_dp_cp_group)
+        self.global_tokens_per_expert += counts.to(self.global_tokens_per_expert.dtype)
+        self.ga_steps += 1
+        means = (self.global_tokens_per_expert / self.ga_steps).to(sums.dtype)
+        rows = (counts.sum() / self.topk).clamp(min=1).to(sums.dtype)
+        factor = self.config.num_moe_experts / (self.topk * self._repeats())
+        share = (means * sums).sum() * factor / rows.square()
+        self._log("global_load_balancing_loss", share * dist.get_world_size(self.tp_dp_cp_group))
+        return self._attached(probs, coefficient * sum(self.cp.layout.lengths) * share)
+
     def _apply_expert_bias(
         self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> None:
@@ -120,13 +138,16 @@ class _PlannedRouter:
     def _record(self: Any, name: str, total: Tensor) -> None:
         """Log a loss so that the mean over ranks and micro-batches, as Megatron takes it, is that
         over the tokens of the batch. `total`: times the rows that it is a mean of."""
+        shares = dist.get_world_size(self.tp_dp_cp_group) * len(self.cp.plan.micro_batches)
+        self._log(name, total * (shares / batch_tokens(self.cp)))
+
+    def _log(self: Any, name: str, value: Tensor) -> None:
+        """Add a value to those of which Megatron logs the mean over ranks and micro-batches."""
         layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         number = self.layer_number
         if getattr(self, "is_mtp_layer", False) and number is not None:
             number += self.config.num_layers
-        shares = dist.get_world_size(self.tp_dp_cp_group) * len(self.cp.plan.micro_batches)
-        value = total.detach() * (shares / batch_tokens(self.cp))
-        _recorder()(name, value, number, layers, avg_group=self.tp_dp_cp_group)
+        _recorder()(name, value.detach(), number, layers, avg_group=self.tp_dp_cp_group)
 
 
 class _PlannedLayer:
