@@ -132,7 +132,7 @@ def compare_documents(options):
     own = router("seq_aux_loss", alone())
     logged = {}
     for rows in rows_of(ODD):
-        route(own, rows[: cp.rows])
+        route(own, rows)
         for name, value in taken().items():
             logged[name] = logged.get(name, 0.0) + value * len(rows) / sum(ODD)
     module = router("seq_aux_loss", alone())
