@@ -103,7 +103,7 @@ def _has_experts(submodules: Any) -> bool:
     """Whether submodules are those of a transformer layer with experts."""
     mlp = getattr(submodules, "mlp", None)
     made = mlp.func if isinstance(mlp, partial) else mlp
-    module = made if isinstance(made, type) or made is None else get_module(made)
+    module = get_module(made) if isinstance(made, ModuleSpec) else made
     return isinstance(module, type) and any(b.__name__ == "MoELayer" for b in module.__mro__)
 
 
