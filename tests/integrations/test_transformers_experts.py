@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.finetuning import documents
+from support.finetuning import as_torchrun, documents
+from support.ranks import run_ranks
 
 import hcp
 
@@ -241,3 +242,30 @@ def test_checkpointed_layers_have_the_same_gradients_unless_they_hide_them():
     kept.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match=r"MoeTopKRouter runs without .* use_reentrant=False"):
         computed(kept, "sum")
+
+
+def train_with(rank: int, size: int, folder: Any, coefficient: float) -> float:
+    import transformers
+
+    from hcp.integrations.transformers import Trainer
+
+    as_torchrun(size)
+    options = dict(use_cpu=True, max_steps=1, logging_steps=1, report_to=[], save_strategy="no")
+    trainer = Trainer(
+        architectures.build("qwen3_moe"),
+        transformers.TrainingArguments(
+            output_dir=str(folder), per_device_train_batch_size=3, disable_tqdm=True, **options
+        ),
+        train_dataset=[{"input_ids": d["input_ids"].tolist()} for d in documents(LENGTHS)],
+        cp=hcp.Config(max_seqlen_per_dp_cp_rank=24),
+        router_aux_loss_coef=coefficient,
+    )
+    return float(trainer.train().training_loss)
+
+
+def test_the_trainer_adds_the_loss_of_routers_to_that_which_it_logs(tmp_path):
+    without, once, twice = (
+        run_ranks(2, train_with, tmp_path, coefficient)[0] for coefficient in (0.0, 0.5, 1.0)
+    )
+    assert once - without > 0.5  # a model of equal loads has its experts per token, 2
+    assert twice - without == pytest.approx(2 * (once - without), rel=1e-3)
