@@ -218,6 +218,6 @@ def _checked(counts: Tensor, own: Tensor) -> Tensor:
     if counts.shape != own.shape[1:]:
         raise ValueError(
             f"batch_counts has shape {tuple(counts.shape)}, expected {tuple(own.shape[1:])}: "
-            "layers and experts, of tokens_per_expert, summed over the whole batch"
+            "layers and experts, of aux_counts, summed over the whole batch"
         )
     return counts
