@@ -34,6 +34,7 @@ def to_rows(layout: Layout, x: Tensor, qkv_format: str) -> Tensor:
             f"expected {layout.rows} rows of {len(lengths)} sequences of one length, "
             f"not {lengths}; lengths that differ are packed: qkv_format='thd'"
         )
+    layout.expect_sequences_alike(f"the {qkv_format} batch", tuple(x.shape))
     return by_sequence.flatten(0, 1)
 
 

@@ -125,9 +125,10 @@ def get_batch_on_this_cp_rank(
     Args:
         batch: tensors by name, the whole sequences of the micro-batch in the order of
             ``cp_handler.layout.sequences``. They are packed, (S, ...) or (1, S, ...), or, if all
-            have one length n, (sequences, n, ...); sequences of one token are packed. An
-            ``attention_mask`` is (b, 1, q, k), where q is the tokens of all sequences or their one
-            length. ``cu_seqlens*`` and ``max_seqlen*`` describe whole sequences and stay as they
+            have one length n, (sequences, n, ...); sequences of one token are packed. Several
+            sequences are cut alike where n is a multiple of 2 * degree. An ``attention_mask`` is
+            (b, 1, q, k), where q is the tokens of all sequences or their one length.
+            ``cu_seqlens*`` and ``max_seqlen*`` describe whole sequences and stay as they
             are, as do None and numbers.
         cp_handler: this micro-batch's handler.
 
@@ -137,8 +138,8 @@ def get_batch_on_this_cp_rank(
         ``attention_mask`` keeps the rows of this rank's queries.
 
     Raises:
-        ValueError: a tensor whose tokens are not the layout's, or (sequences, n, ...) if ranks have
-            padding, which belongs to no sequence.
+        ValueError: a tensor whose tokens are not the layout's; (sequences, n, ...) if ranks have
+            padding, which belongs to no sequence, or if sequences are not cut alike.
     """
     return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
 
@@ -214,6 +215,8 @@ def _on_this_rank(name: str, value: Any, cp: MegatronStyleHandler) -> Any:
                 f"(1, {tokens}, ...): this rank's {cp.layout.padding} rows of padding belong to "
                 "no sequence"
             )
+        if value.shape[0] > 1:
+            cp.layout.expect_sequences_alike(f"batch[{name!r}]", tuple(value.shape))
         own = _rows_of(value.flatten(0, 1), cp)
         return own.view(value.shape[0], -1, *value.shape[2:])
     if value.shape[0] != tokens:
@@ -240,7 +243,8 @@ def _mask_of_this_rank(mask: Tensor, cp: MegatronStyleHandler) -> Tensor:
     rows = cp.whole.row_indices[: cp.rows - cp.layout.padding].to(mask.device)
     if queries == sum(lengths):
         return mask.index_select(2, rows)
-    if set(lengths) == {queries}:  # every sequence is cut alike
+    if set(lengths) == {queries}:
+        cp.layout.expect_sequences_alike("batch['attention_mask']", tuple(mask.shape))
         return mask.index_select(2, rows[: len(rows) // len(lengths)])
     raise ValueError(
         f"batch['attention_mask'] has shape {tuple(mask.shape)}, expected (b, 1, queries, keys) "

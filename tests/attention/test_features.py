@@ -93,7 +93,7 @@ def test_a_compiled_layer_caps_scores() -> None:
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_a_batch_of_equal_lengths_attends_as_its_rows_do(qkv_format: str, sequences: int) -> None:
-    lengths = [13] * sequences
+    lengths = [13] if sequences == 1 else [12] * sequences
     whole = drawn(lengths, 2, 4)
 
     def check(groups: Any) -> None:
@@ -114,6 +114,16 @@ def test_a_batch_of_equal_lengths_attends_as_its_rows_do(qkv_format: str, sequen
         assert torch.equal(as_rows(out), want)
         assert torch.equal(as_rows(lse), want_lse)
         assert torch.allclose(as_rows(batch.grad), rows.grad, atol=1e-12)
+
+    hcp.loopback(2, check)
+
+
+def test_a_batch_of_sequences_that_are_not_cut_alike_is_refused() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [6, 6], min_degree=2)
+        x = torch.randn(2, 3, 2, 4)
+        with pytest.raises(ValueError, match="expected a multiple of 2 \\* degree = 4"):
+            cp.attention(x, x, x, qkv_format="bshd")
 
     hcp.loopback(2, check)
 

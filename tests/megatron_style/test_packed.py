@@ -165,14 +165,27 @@ def test_a_whole_batch_is_cut_for_this_rank() -> None:
 
 def test_a_batch_of_equal_lengths_is_cut_by_sequences() -> None:
     def check(groups: Any) -> None:
-        (cp,) = handlers(groups, (11, 11), min_degree=3)
-        whole = torch.arange(22).view(2, 11)
-        masks = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
+        (cp,) = handlers(groups, (12, 12), min_degree=3)
+        whole = torch.arange(24).view(2, 12)
+        masks = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
         batch = {"tokens": whole, "attention_mask": masks}
         own = hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
         places = cp.position_ids[: cp.rows // 2]
         assert torch.equal(own["tokens"], whole[:, places])
         assert torch.equal(own["attention_mask"], masks[:, :, places])
+
+    hcp.loopback(3, check)
+
+
+def test_a_batch_whose_sequences_are_not_cut_alike_is_refused() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, (11, 11), min_degree=3)
+        whole, mask = torch.arange(22).view(2, 11), torch.ones(2, 1, 11, 11, dtype=torch.bool)
+        for batch in ({"tokens": whole}, {"attention_mask": mask}):
+            with pytest.raises(ValueError, match="expected a multiple of 2 \\* degree = 6"):
+                hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
+        own = hcp.get_batch_on_this_cp_rank({"tokens": whole.view(1, 22)}, cp_handler=cp)
+        assert own["tokens"][0].tolist() == cp.whole.row_indices.tolist()
 
     hcp.loopback(3, check)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.planning import CHEAP_LAUNCHES
 
 import hcp
 from hcp.planning.plan import Plan
@@ -38,6 +39,7 @@ def by_the_clock_of(request: dict[str, Any], plan: Plan) -> int:
 def test_less_freedom_gives_no_faster_plan(
     lengths: list[int], request_now: dict[str, Any], stricter: dict[str, Any]
 ) -> None:
+    request_now = {"cost": CHEAP_LAUNCHES} | request_now
     made = hcp.plan(lengths, **request_now)
     check_plan(made, lengths)
     other = hcp.plan(lengths, **(request_now | stricter))
@@ -54,5 +56,6 @@ def test_three_groups_of_unlike_degrees_where_two_of_four_ranks_are_slower(sync:
 
 
 def test_a_group_of_all_ranks_is_cut_in_two() -> None:
-    made = hcp.plan([493] * 3, ranks=5, max_tokens_per_rank=8192, sync="micro_batch")
+    request: dict[str, Any] = {"ranks": 5, "max_tokens_per_rank": 8192, "sync": "micro_batch"}
+    made = hcp.plan([493] * 3, **request, cost=CHEAP_LAUNCHES)
     assert [(g.degree, len(g.sequences)) for g in made.micro_batches[0]] == [(3, 2), (2, 1)]

@@ -37,6 +37,7 @@ def another_thread() -> Iterator[list[int]]:
     thread = threading.Thread(target=run)
     thread.start()
     sys.setswitchinterval(1e6)
+    time.sleep(0.05)  # the thread may have begun to wait by the interval before
     try:
         yield turns
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import CHEAP_LAUNCHES
 
 import hcp
 from hcp import _core
@@ -279,6 +280,7 @@ def test_small_pipelines_come_near_the_best_of_all_plans(
             sync="micro_batch",
             pipeline_stages=stages,
             virtual_stages=chunks,
+            cost=CHEAP_LAUNCHES,
         )
         best = best_makespan(plan, stages, chunks)
         assert plan.bound <= best <= plan.makespan

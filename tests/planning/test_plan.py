@@ -503,5 +503,5 @@ def test_no_objects_of_groups_are_made_for_numbers_of_a_plan() -> None:
     plan.report()
     plan.to_dict()
     repr(plan)
-    stats_of(plan, 0, None)
+    stats_of(plan, 0, None, 0)
     assert "micro_batches" not in vars(plan)

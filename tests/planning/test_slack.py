@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.optimum import optimum, tiny
+from support.planning import CHEAP_LAUNCHES
 
 import hcp
 
@@ -78,13 +79,15 @@ def test_idle_ranks_beside_unlike_sequences_are_proven() -> None:
     """1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
     random = Random(1)
     lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
-    plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=1000, sync="micro_batch")
+    request = {"ranks": 8, "max_tokens_per_rank": 1000, "sync": "micro_batch"}
+    plan = hcp.plan(lengths, **request, cost=CHEAP_LAUNCHES)
     assert 1.02 * plan.bound <= slack.sharper(plan, 6) <= plan.makespan
 
 
 @pytest.mark.parametrize(("lengths", "ranks"), [([900], 1), ([400, 300, 200], 1), ([900] * 4, 4)])
 def test_what_fits_in_one_micro_batch_is_one(lengths: list[int], ranks: int) -> None:
-    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=1000, sync="micro_batch")
+    request = {"ranks": ranks, "max_tokens_per_rank": 1000, "sync": "micro_batch"}
+    plan = hcp.plan(lengths, **request, cost=CHEAP_LAUNCHES)
     assert len(plan.micro_batches) == 1
     assert slack.sharper(plan, 1) == plan.bound == plan.makespan
     batch = slack.Batch(plan)

@@ -56,5 +56,6 @@ def test_simulate_tells_how_far_planning_and_replaying_are(
     monkeypatch.setattr(simulate, "progress_over", watched)
     argv = "--family mock --sequences 8 --batches 3 --ranks 4 --max-tokens-per-rank 8192"
     assert simulate.main([*argv.split(), "--host-ms", "1"]) == 0
-    assert seen == [(3, "planning", "batch"), *[(3, "replaying", "batch")] * 3]
+    first = [(3, "planning", "batch"), (3, "proving", "batch")]
+    assert seen == [*first, *[(3, "replaying", "batch")] * 3]
     assert "SIMULATED" in capsys.readouterr().out

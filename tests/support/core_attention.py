@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hcp
 from support.cases import whole_attention
+from support.planning import CHEAP_LAUNCHES
 
 Sizes = tuple[int, int, int, int]  # query heads, key-value heads, D, E
 
@@ -156,6 +157,7 @@ def handlers(groups: Any, case: Case) -> list[hcp.ContextParallelHandler]:
         max_tokens_per_rank=case.capacity,
         min_degree=case.min_degree,
         max_degree=case.max_degree,
+        cost=CHEAP_LAUNCHES,
     )
     return [
         hcp.ContextParallelHandler(plan, m, groups.transport)
