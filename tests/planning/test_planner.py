@@ -345,8 +345,8 @@ def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 4])
 def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
-    """Dozens of them have nearly all the work, so that short ones fill no gaps between them. By this
-    measure, plans from before ranks without rows launched end at 1.002 to 1.005 of the bound."""
+    """Dozens of them have nearly all the work, so that short ones fill no gaps between them.
+    By this measure, plans of before ranks without rows launched end at 1.002 to 1.005."""
     random = Random(seed)
     lengths: list[int] = []
     while sum(lengths) < 32_000_000:

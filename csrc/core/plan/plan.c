@@ -346,8 +346,8 @@ hcp_status hcp__prepare(const int64_t *lengths, int32_t n, const hcp_limits *lim
   return status;
 }
 
-/* So few sequences have few plans: what is looked at grows with the effort, and with 4^n it has seen
- * each of them many times. */
+/* So few sequences have few plans: what is looked at grows with the effort, and with 4^n it has
+ * seen each of them many times. */
 static int32_t useful_effort(int32_t n, int32_t effort) {
   int32_t most = n < 5 ? 1 << (2 * n) : effort;
   return effort < most ? effort : most;
