@@ -303,8 +303,9 @@ static interval *deciding(lockstep *l, interval *all, int32_t count) {
 /* Halves the interval that decides, again and again. */
 static int64_t split(lockstep *l, const int64_t *below) {
   interval all[LEVELS + SPLITS];
-  int32_t count = l->level_count;
-  for (int32_t g = 0; g < count; g++) all[g] = interval_of(l, l->bottoms[g], l->tops[g], below[g]);
+  int32_t count = 0;
+  do all[count] = interval_of(l, l->bottoms[count], l->tops[count], below[count]);
+  while (++count < l->level_count);
   for (;;) {
     interval *least = deciding(l, all, count);
     int64_t width = least->top - least->bottom;

@@ -316,7 +316,7 @@ static void fill_all_reaches(const hcp__problem *p, int64_t *reaches) {
   int32_t group = hcp__multiple(&p->limits->pipeline);
   fill_reaches(p, is_lockstep(p) ? group : 1, 1, reaches);
   if (group < 2 || !is_lockstep(p)) return;
-  int64_t *whole = &reaches[3 * (COUNTS + 1)];
+  int64_t *whole = &reaches[3 * ((size_t)COUNTS + 1)];
   fill_reaches(p, group, group, whole);
   for (int64_t count = 0; count <= COUNTS; count += group) reaches[count] = whole[count];
 }

@@ -147,8 +147,8 @@ static int32_t soonest(polish *o, int32_t degree) {
   return best;
 }
 
-/* Places the group in use and returns its end, without launches. */
-static int64_t run(polish *o, const group *one) {
+/* Places the group in use and returns its end, without launches. batches: of its ranks, then. */
+static int64_t run(polish *o, const group *one, int32_t *batches) {
   spot at = spot_at(o, one->first_rank, one->degree);
   int32_t slowness = hcp__slowness(o->p->limits, one->first_rank, one->degree);
   int64_t end = at.start + hcp__slowed(one->time, slowness) - o->p->cost->launch;
@@ -156,6 +156,7 @@ static int64_t run(polish *o, const group *one) {
     o->free_from[r] = end;
     o->batches[r] = at.batch + 1;
   }
+  *batches = at.batch + 1;
   o->looks -= one->degree;
   return end;
 }
@@ -171,11 +172,13 @@ static int decode(polish *o, state *x, int64_t limit) {
   int32_t batches = 0;
   clear(o);
   for (int32_t i = 0; i < x->count; i++) {
-    group *one = &x->groups[x->order[i]];
-    if (one->first_rank < 0) one->first_rank = soonest(o, one->degree);
-    if (one->first_rank < 0) return 0;
-    last = hcp__most(last, run(o, one));
-    batches = o->batches[one->first_rank] > batches ? o->batches[one->first_rank] : batches;
+    group one = x->groups[x->order[i]];
+    if (one.first_rank < 0) one.first_rank = soonest(o, one.degree);
+    if (one.first_rank < 0) return 0;
+    x->groups[x->order[i]] = one;
+    int32_t own;
+    last = hcp__most(last, run(o, &one, &own));
+    if (own > batches) batches = own;
     if (last + launches(o, batches) > limit) return 0;
   }
   for (int32_t r = 0; r < o->ranks; r++) sum += o->free_from[r];
@@ -343,7 +346,7 @@ static void unload(polish *o, hcp__blocks *blocks) {
       hcp__need need = hcp__need_of(&o->needs, s, one->degree);
       hcp__block_add(blocks, b, s, need.rows, need.time);
     }
-    run(o, one);
+    run(o, one, &(int32_t){0});
   }
 }
 

@@ -233,7 +233,8 @@ static int64_t value_of_all(const polish *o) {
 static void copy_state(const polish *o, int back) {
   size_t n = (size_t)o->p->n, waves = (size_t)o->waves;
   size_t groups = (size_t)(back ? o->kept_groups : o->groups);
-#define COPY(to, from, count) memcpy(back ? from : to, back ? to : from, (count) * sizeof *(to))
+#define COPY(to, from, count) \
+  memcpy(back ? (from) : (to), back ? (to) : (from), (count) * sizeof *(to))
   COPY(o->kept_wave, o->wave, waves);
   COPY(o->kept_group, o->group, groups);
   COPY(o->kept_next, o->next, n);

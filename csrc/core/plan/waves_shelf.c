@@ -110,6 +110,7 @@ static int32_t shelve(shelves *s) {
     if (w->count == w->most) return 0;
     int64_t height = choose_height(s);
     int32_t wave = w->count++, count = list_items(s, height);
+    if (count == 0) return 0;
     hcp__wave_reset(w, wave, height);
     pack_items(s, count);
     put_items(s, wave, count);
