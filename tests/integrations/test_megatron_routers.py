@@ -163,6 +163,13 @@ def test_losses_counts_and_logs_are_those_of_megatrons_router_on_each_document(o
     run_ranks(4, each_document, options, timeout=110)
 
 
+def left_out(group):
+    """Megatron-Core 0.16 does not multiply such a loss by the ranks whose rows it is a mean of, by
+    which it divides."""
+    later = importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None
+    return 1 if later else group.size()
+
+
 def one_micro_batch(rank, size, kind):
     on_cpu(compare_micro_batches, kind)
 
@@ -180,7 +187,8 @@ def compare_micro_batches(kind):
         route(planned, rows)
         assert cp.layout.padding == 0
         route(own, rows[: cp.rows])
-        assert (module.weight.grad - own.weight.grad).abs().max() < 1e-10
+        expected = own.weight.grad * left_out(own.tp_cp_group)
+        assert (module.weight.grad - expected).abs().max() < 1e-10
     assert len(degrees) > 1
     assert set(degrees) == {2}
     assert module.weight.grad.abs().max() > 1e-3
