@@ -104,7 +104,14 @@ class Plan:
         return _records(self.core.groups)
 
     def sequences_of(self, micro_batch: int) -> list[int]:
-        """Return the sequences of a micro-batch, group after group."""
+        """List the sequences of a micro-batch.
+
+        Args:
+            micro_batch: its place in the plan, from 0.
+
+        Returns:
+            Indices of ``lengths``, group after group.
+        """
         first, count = _records(self.core.micro_batches[micro_batch : micro_batch + 1])[0]
         groups = _records(self.core.groups[first : first + count])
         start = groups[0][2] if groups else 0
