@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, expect_sequences_alike
 
 QKV_FORMATS = ("thd", "sbhd", "bshd")
 """Transformer Engine's names."""
@@ -34,7 +34,7 @@ def to_rows(layout: Layout, x: Tensor, qkv_format: str) -> Tensor:
             f"expected {layout.rows} rows of {len(lengths)} sequences of one length, "
             f"not {lengths}; lengths that differ are packed: qkv_format='thd'"
         )
-    layout.expect_sequences_alike(f"the {qkv_format} batch", tuple(x.shape))
+    expect_sequences_alike(layout, f"the {qkv_format} batch", tuple(x.shape))
     return by_sequence.flatten(0, 1)
 
 

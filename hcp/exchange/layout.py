@@ -64,17 +64,6 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.plan, self.micro_batch, self.rank)
 
-    def expect_sequences_alike(self, what: str, shape: tuple[int, ...]) -> None:
-        """Raise ValueError for several sequences, all of one length, of which a rank does not hold
-        the same places: chunks of which some have a token more are cut one in another way than the
-        next."""
-        chunks, sequences = 2 * self.degree, len(self.lengths)
-        if sequences > 1 and self.degree > 1 and self.lengths[0] % chunks:
-            raise ValueError(
-                f"{what} has shape {shape}, of {sequences} sequences of {self.lengths[0]} tokens, "
-                f"expected a multiple of 2 * degree = {chunks}, or the sequences packed, end to end"
-            )
-
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The rank's rows, end to end, as runs of tokens, each of one document."""
@@ -90,6 +79,17 @@ class Layout:
     def span_documents(self) -> tuple[int, ...]:
         """The number of each span's document among these."""
         return self._core.span_documents
+
+
+def expect_sequences_alike(layout: Layout, what: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for several sequences, all of one length, of which a rank does not hold the
+    same places: chunks of which some have a token more are cut one in another way than the next."""
+    chunks, sequences = 2 * layout.degree, len(layout.lengths)
+    if sequences > 1 and layout.degree > 1 and layout.lengths[0] % chunks:
+        raise ValueError(
+            f"{what} has shape {shape}, of {sequences} sequences of {layout.lengths[0]} tokens, "
+            f"expected a multiple of 2 * degree = {chunks}, or the sequences packed, end to end"
+        )
 
 
 def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp.exchange.layout import expect_sequences_alike
 from hcp.megatron_style.handler_protocol import MegatronStyleHandler
 
 
@@ -216,7 +217,7 @@ def _on_this_rank(name: str, value: Any, cp: MegatronStyleHandler) -> Any:
                 "no sequence"
             )
         if value.shape[0] > 1:
-            cp.layout.expect_sequences_alike(f"batch[{name!r}]", tuple(value.shape))
+            expect_sequences_alike(cp.layout, f"batch[{name!r}]", tuple(value.shape))
         own = _rows_of(value.flatten(0, 1), cp)
         return own.view(value.shape[0], -1, *value.shape[2:])
     if value.shape[0] != tokens:
@@ -244,7 +245,7 @@ def _mask_of_this_rank(mask: Tensor, cp: MegatronStyleHandler) -> Tensor:
     if queries == sum(lengths):
         return mask.index_select(2, rows)
     if set(lengths) == {queries}:
-        cp.layout.expect_sequences_alike("batch['attention_mask']", tuple(mask.shape))
+        expect_sequences_alike(cp.layout, "batch['attention_mask']", tuple(mask.shape))
         return mask.index_select(2, rows[: len(rows) // len(lengths)])
     raise ValueError(
         f"batch['attention_mask'] has shape {tuple(mask.shape)}, expected (b, 1, queries, keys) "
