@@ -171,5 +171,6 @@ def rows_up_to(longest: int, degree: int) -> int:
 
 
 def rows_held(length: int, degree: int, j: int) -> int:
-    """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
+    """Return the rows of rank j if ``degree`` ranks share one sequence of ``length`` tokens zigzag.
+    Beside others of its group it may lie another way: :class:`hcp.exchange.layout.Layout`."""
     return _core.rows_held(length, degree, j)
