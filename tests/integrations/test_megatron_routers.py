@@ -73,16 +73,14 @@ def route(module, rows):
 
 def taken():
     """Take what Megatron would log, of one layer: the values on this rank."""
-    from megatron.core.transformer.moe import moe_utils
+    from support.megatron_cases import log_of_experts
 
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        tracker = moe_utils.get_moe_metrics_tracker()
-        found = {name: entry.values.sum().item() for name, entry in tracker.metrics.items()}
-        tracker.clear()
-        return found
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-    found = {name: entry["values"].sum().item() for name, entry in tracker.items()}
-    tracker.clear()
+    log = log_of_experts()
+    if hasattr(log, "metrics"):
+        found = {name: entry.values.sum().item() for name, entry in log.metrics.items()}
+    else:
+        found = {name: entry["values"].sum().item() for name, entry in log.items()}
+    log.clear()
     return found
 
 

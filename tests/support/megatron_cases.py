@@ -91,8 +91,32 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
 
         stand_in_for_kernels()
     wide = wide_routers() if case.builder == "wide" else contextlib.nullcontext()
-    with megatron_on_cpu(), wide:
+    with megatron_on_cpu(), wide, own_losses_of_experts():
         return body()
+
+
+@contextlib.contextmanager
+def own_losses_of_experts() -> Iterator[None]:
+    """Keep what Megatron holds of experts' losses for its process, their scale and log, in a case.
+
+    A backward outside its schedule leaves a scale that no schedule can overwrite, and a log has as
+    many entries as the first model had layers.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    log_of_experts().clear()
+    with mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None):
+        yield
+    log_of_experts().clear()
+
+
+def log_of_experts() -> Any:
+    """Return the object in which Megatron keeps experts' losses until they are logged."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        return moe_utils.get_moe_metrics_tracker()
+    return moe_utils.get_moe_layer_wise_logging_tracker()
 
 
 @contextlib.contextmanager
