@@ -76,12 +76,9 @@ def taken():
     from support.megatron_cases import log_of_experts
 
     log = log_of_experts()
-    if hasattr(log, "metrics"):
-        found = {name: entry.values.sum().item() for name, entry in log.metrics.items()}
-    else:
-        found = {name: entry["values"].sum().item() for name, entry in log.items()}
+    values = {n: e["values"] if isinstance(e, dict) else e.values for n, e in log.items()}
     log.clear()
-    return found
+    return {name: each.sum().item() for name, each in values.items()}
 
 
 def summed(value):

@@ -110,13 +110,15 @@ def own_losses_of_experts() -> Iterator[None]:
     log_of_experts().clear()
 
 
-def log_of_experts() -> Any:
-    """Return the object in which Megatron keeps experts' losses until they are logged."""
+def log_of_experts() -> dict[str, Any]:
+    """Return the entries, by name, in which Megatron keeps experts' losses until it logs them."""
     from megatron.core.transformer.moe import moe_utils
 
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        return moe_utils.get_moe_metrics_tracker()
-    return moe_utils.get_moe_layer_wise_logging_tracker()
+        entries: dict[str, Any] = moe_utils.get_moe_metrics_tracker().metrics
+        return entries
+    before_017: dict[str, Any] = moe_utils.get_moe_layer_wise_logging_tracker()
+    return before_017
 
 
 @contextlib.contextmanager
