@@ -1,4 +1,5 @@
 /* table.c - sections of records, built one record at a time, that become one table. */
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -266,10 +267,23 @@ hcp_status hcp__no_schedule(int64_t word_count, const char *what, hcp_error *err
                    (long long)word_count, what);
 }
 
+/* Owners are (peer, rows): the rows of the fullest, or all but those of the emptiest. */
+static int64_t staged_rows(const int64_t *words, const hcp_section *owners) {
+  int64_t all = 0, most = 0, least = INT64_MAX;
+  for (int64_t at = owners->first; at < owners->end; at += 2) {
+    int64_t rows = words[at + 1];
+    if (rows < 0 || rows > HCP__LENGTH_MAX || all > HCP__LENGTH_MAX) return HCP__LENGTH_MAX;
+    all += rows;
+    most = most > rows ? most : rows;
+    least = least < rows ? least : rows;
+  }
+  return owners->records == 0 || most > all - least ? most : all - least;
+}
+
 hcp_status hcp_schedule_read(const int64_t *words, int64_t word_count, hcp_section *sections,
                              hcp_schedule_header *header, hcp_schedule_sizes *sizes,
                              hcp_error *err) {
-  const size_t written = sizeof *sizes - sizeof sizes->query_rows;
+  const size_t written = offsetof(hcp_schedule_sizes, query_rows);
   if (!hcp__find_sections(words, word_count, HCP_SCHEDULE_HEADER_WORDS, HCP_SCHEDULE_SECTION_COUNT,
                           hcp__schedule_widths, sections))
     return hcp__no_schedule(word_count, "a section lies outside", err);
@@ -282,6 +296,7 @@ hcp_status hcp_schedule_read(const int64_t *words, int64_t word_count, hcp_secti
   sizes->left = limit_from(sizes->left);
   sizes->right = limit_from(sizes->right);
   sizes->query_rows = words[sections[HCP_SCHEDULE_STAGES].first + HCP__STAGE_KEYS];
+  sizes->staged_rows = staged_rows(words, &sections[HCP_SCHEDULE_KEY_OWNERS]);
   return HCP_OK;
 }
 

@@ -49,6 +49,10 @@ static int64_t words_bytes(int64_t ranks) {
   return whole_pages(hcp_link_counts(ranks) * HCP_PIECES * WORD_BYTES + HCP_PAGE_BYTES - 1);
 }
 
+int64_t hcp_link_buffer_bytes(int64_t staged) {
+  return HCP_HALVES * whole_pages(staged + HCP_PAGE_BYTES - 1);
+}
+
 int64_t hcp_link_bytes(int64_t ranks, int64_t buffer_bytes) {
   return words_bytes(ranks) + HCP_HALVES * half_bytes(buffer_bytes);
 }
@@ -131,7 +135,7 @@ hcp_status hcp_link_rows(const hcp_link *link, int64_t half, int64_t rows, int64
                      "an exchange stages %lld bytes (%lld rows of %lld), expected <= %lld: build "
                      "the process groups with peer_buffer_bytes=%lld or more",
                      (long long)used, (long long)rows, (long long)row_bytes,
-                     (long long)link->half_bytes, (long long)(HCP_HALVES * used));
+                     (long long)link->half_bytes, (long long)hcp_link_buffer_bytes(used));
   *begin = half_begin(link, half);
   return HCP_OK;
 }

@@ -52,6 +52,11 @@ static PyObject *link_half_bytes(PyObject *self, void *unused) {
   return PyLong_FromLongLong(link_of(self)->half_bytes);
 }
 
+static PyObject *link_mailbox_bytes(PyObject *self, void *unused) {
+  (void)unused;
+  return PyLong_FromLongLong(link_of(self)->mailbox_bytes);
+}
+
 static PyObject *link_rows(PyObject *self, PyObject *args) {
   static const char *const names[] = {"half", "rows", "row_bytes"};
   PyObject *given[3];
@@ -159,6 +164,7 @@ static PyObject *link_words(PyObject *self, void *unused) {
 
 static PyGetSetDef link_getset[] = {
     {"counts", link_counts, NULL, "Number of counts, which lie on the device.", NULL},
+    {"mailbox_bytes", link_mailbox_bytes, NULL, "Bytes for one round of a message.", NULL},
     {"half_bytes", link_half_bytes, NULL, "Bytes for the rows of one exchange.", NULL},
     {"words", link_words, NULL, "The link itself, for operators.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
@@ -224,7 +230,16 @@ static PyObject *link_bytes(PyObject *module, PyObject *args) {
   return PyLong_FromLongLong(hcp_link_bytes(ranks, buffer_bytes));
 }
 
+static PyObject *link_buffer_bytes(PyObject *module, PyObject *staged) {
+  int64_t value;
+  (void)module;
+  if (hcp_py_int64(staged, "staged", &value) < 0) return NULL;
+  return PyLong_FromLongLong(hcp_link_buffer_bytes(value));
+}
+
 static PyMethodDef functions[] = {
+    {"link_buffer_bytes", link_buffer_bytes, METH_O,
+     "The least buffer_bytes with which an exchange may stage so many bytes."},
     {"signal_tag", signal_tag, METH_O, "The tag of a signal's word."},
     {"link_bytes", link_bytes, METH_VARARGS,
      "The memory that each of so many ranks needs, for words and for rows."},

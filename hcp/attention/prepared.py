@@ -4,6 +4,7 @@ layers and both passes."""
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hcp import _core
 from hcp.attention.checks import Inputs, check, check_latent
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.head_shares import split
@@ -20,7 +22,10 @@ from hcp.attention.key_transfer import KeyTransfer, transfer_of
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import CallKind, LayerName, Stamp, agree_once, rows_like
 from hcp.exchange.tables import Move, Schedule
-from hcp.exchange.transport import Transport, transport_of
+from hcp.exchange.transport import Transport, shares, transport_of
+
+_log = logging.getLogger("hcp")
+_told = itertools.count()
 
 
 class PreparedLayer(NamedTuple):
@@ -138,16 +143,44 @@ def make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
     transport = transport_of(schedule.header.transport)
     checked = check_latent if latent else check
     checked(inputs, schedule.rows, transport.device)
-    kind = _kind_of(call, inputs, latent)
+    count = 1 if latent else _chunk_count(schedule, transport, inputs)
+    kind = _kind_of(call, inputs, latent, count)
     # Signals between GPUs carry the stamp themselves.
     signalled = schedule.header.in_place and schedule.head_moves is None
     if call.number and not signalled:
         agree_once(transport, call.prepared, Stamp(kind, call.number, layer=call.name))
-    chunks = [] if latent else _chunks(call, transport, kind, inputs)
+    chunks = _chunks(call, transport, kind, inputs, count)
     return _layer(call, transport, kind, inputs, chunks)
 
 
-def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> CallKind:
+def _chunk_count(schedule: Schedule, transport: Transport, inputs: Inputs) -> int:
+    """In how many chunks heads are computed: so many as the memory of the plan asks for, and as the
+    memory in which ranks stage keys and their gradients does."""
+    _, key, value, _ = inputs
+    asked, heads = schedule.header.head_chunks, key.shape[1]
+    if not schedule.header.in_place or len(schedule.stages) == 1:
+        return min(asked, heads)
+    assert shares(transport)
+    head_bytes = schedule.staged_rows * (key.shape[2] + value.shape[2]) * key.element_size()
+    fit = max(1, transport.half_bytes // max(1, head_bytes)) * schedule.inner
+    needed = min(-(-heads // fit), heads)
+    if needed > asked:
+        _tell_of_chunks(needed, transport.half_bytes, -(-heads // schedule.inner) * head_bytes)
+    return max(min(asked, heads), needed)
+
+
+def _tell_of_chunks(count: int, half_bytes: int, staged_bytes: int) -> None:
+    """Log it once in a process."""
+    if next(_told) == 0:
+        _log.warning(
+            "an attention layer stages up to %d bytes, and half of the peer buffer has %d: it "
+            "computes its heads in %d chunks, one after the other; build the process groups with "
+            "peer_buffer_bytes=%d or more to compute them at once",
+            *(staged_bytes, half_bytes, count, _core.link_buffer_bytes(staged_bytes)),
+        )
+
+
+def _kind_of(call: LayerCall, inputs: Inputs, latent: bool, chunks: int) -> CallKind:
     schedule, choice = call.prepared.schedule, call.options.choice
     query, key, value, sinks = inputs
     kind = CallKind(
@@ -166,18 +199,17 @@ def _kind_of(call: LayerCall, inputs: Inputs, latent: bool) -> CallKind:
         latent=latent or None,
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
-        head_chunks=schedule.header.head_chunks if schedule.header.head_chunks > 1 else None,
+        head_chunks=chunks if chunks > 1 else None,
     )
     kind.callers = schedule.callers
     return kind
 
 
 def _chunks(
-    call: LayerCall, transport: Transport, kind: CallKind, inputs: Inputs
+    call: LayerCall, transport: Transport, kind: CallKind, inputs: Inputs, count: int
 ) -> Sequence[HeadChunk]:
     """Nothing where all heads are computed at once."""
     query, key, value, sinks = inputs
-    count = min(call.prepared.schedule.header.head_chunks, key.shape[1])
     if count < 2:
         return []
     per_key = query.shape[1] // key.shape[1]

@@ -27,12 +27,6 @@ _LEAST_BYTES, _WORD_BYTES = 4, 8
 """Rows are copied as elements of so many bytes: the larger where they are a multiple of it."""
 
 
-def takes(buffer: Tensor) -> bool:
-    """Whether rows of a buffer can go through mailboxes: the same on both ranks of a message."""
-    row_bytes = row_bytes_of(buffer)
-    return row_bytes > 0 and row_bytes % _LEAST_BYTES == 0
-
-
 def _aligned(rows: Tensor) -> Tensor:
     """Rows that begin at an element, copied if a caller's view of a tensor begins inside one."""
     return rows.clone() if rows.data_ptr() % _WORD_BYTES else rows
@@ -46,6 +40,11 @@ class Mailboxes:
         self._memory = memory
         self._link = tensor_of(memory.link.words, torch.int64)
         self._rounds: dict[tuple[object, ...], Tensor] = {}
+
+    def take(self, buffer: Tensor) -> bool:
+        """Whether rows of a buffer go through mailboxes: the same on both ranks of a message."""
+        row_bytes = row_bytes_of(buffer)
+        return 0 < row_bytes <= self._memory.link.mailbox_bytes and row_bytes % _LEAST_BYTES == 0
 
     @ranged("hcp: exchange")
     def start(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.mailbox import Mailboxes, takes
+from hcp.exchange.mailbox import Mailboxes
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.peer import (
     BUFFER_BYTES,
@@ -62,11 +62,16 @@ class NodeMemory:
         return _Both(near, pending)
 
     def _split(self, buffer: Tensor, moves: Sequence[Move]) -> tuple[list[Move], list[Move]]:
-        near = self._inside if takes(buffer) else ()
+        near = self._inside if self._mailboxes.take(buffer) else ()
         return (
             [move for move in moves if move.peer in near],
             [move for move in moves if move.peer not in near],
         )
+
+    @property
+    def half_bytes(self) -> int:
+        """See :class:`hcp.exchange.transport.SharingTransport`."""
+        return self._keys.link.half_bytes
 
     def share(self, share: Share) -> PeerShared:
         """See :class:`hcp.exchange.transport.SharingTransport`."""
@@ -153,6 +158,11 @@ class MixedTransport(NcclTransport):
         if self._near is None:
             return super().start(sent, sends, received, receives, stamp=stamp)
         return self._near.start(super().start, sent, sends, received, receives, stamp)
+
+    @property
+    def half_bytes(self) -> int:
+        """See :class:`hcp.exchange.transport.SharingTransport`."""
+        return 0 if self._near is None else self._near.half_bytes
 
     def share(self, share: Share) -> PeerShared:
         """See :class:`hcp.exchange.transport.SharingTransport`."""

@@ -82,6 +82,11 @@ class PeerTransport(TorchTransport):
         failed on the device since."""
         self._peers_memory.check()
 
+    @property
+    def half_bytes(self) -> int:
+        """See :class:`hcp.exchange.transport.SharingTransport`."""
+        return self._peers_memory.link.half_bytes
+
     def share(self, share: Share) -> PeerShared:
         """See :class:`hcp.exchange.transport.SharingTransport`."""
         return PeerShared(self._peers_memory, share)

@@ -275,6 +275,8 @@ class ScheduleSizes(NamedTuple):
     right: int
     query_rows: int
     """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
+    staged_rows: int
+    """At most so many rows does any rank stage for the others to read, keys or their gradients."""
 
 
 class Schedule(Sections):
@@ -289,6 +291,7 @@ class Schedule(Sections):
         self.rows, self.query_rows, self.inner = sizes.rows, sizes.query_rows, sizes.inner
         self.return_sent_rows = sizes.return_sent_rows
         self.return_received_rows = sizes.return_received_rows
+        self.staged_rows = sizes.staged_rows
         self._return_relayed_rows = sizes.return_relayed_rows
         self.comm_type = _core.COMM_TYPES[sizes.comm_type]
         self.window = sizes.left, sizes.right

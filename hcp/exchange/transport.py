@@ -123,6 +123,10 @@ class SharingTransport(Transport, Protocol):
     node: Sequence[int]
     """The ranks that read from each other's memory, this one among them."""
 
+    @property
+    def half_bytes(self) -> int:
+        """Bytes that a rank may stage in one exchange."""
+
     def share(self, share: Share) -> Shared:
         """Make a kind of exchange ready, once for all layers."""
 

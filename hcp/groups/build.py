@@ -60,8 +60,8 @@ def build_process_groups(
         transport: what carries keys and values, one of TRANSPORTS in hcp.exchange.connect. The
             first rank of each dp_cp group logs the choice of "auto" and its reason (logger "hcp",
             INFO).
-        peer_buffer_bytes: the memory of each GPU that "peer" takes, twice the bytes that one layer
-            exchanges at most; "mixed" takes it twice.
+        peer_buffer_bytes: the memory of each GPU that "peer" takes; "mixed" takes it twice. A layer
+            that exchanges more than half of it computes its heads in chunks.
 
     Returns:
         The groups, as :class:`hcp.ProcessGroups`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -180,6 +181,9 @@ class SharingLoopbackTransport(LoopbackTransport):
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__(world, rank)
         self.node: Sequence[int] = range(self.size)
+
+    half_bytes = sys.maxsize
+    """Nothing is staged in memory of its own."""
 
     def share(self, share: Share) -> _LoopbackShared:
         return _LoopbackShared(self, share)

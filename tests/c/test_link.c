@@ -107,6 +107,13 @@ static void check_refused(const hcp_link *link) {
   CHECK(hcp_link_rows(link, HCP_HALVES, 1, 1, &begin, &err) == HCP_INVALID);
   CHECK(hcp_link_rows(link, 0, link->half_bytes + 1, 1, &begin, &err) == HCP_INVALID);
   CHECK_TEXT(err.message, "peer_buffer_bytes=");
+  for (int64_t staged = 1; staged <= 3 * HCP_PAGE_BYTES; staged += 37) {
+    hcp_link *least = NULL;
+    CHECK(hcp_link_create(0, RANKS, bases, hcp_link_buffer_bytes(staged), &least, &err) == HCP_OK);
+    CHECK(hcp_link_rows(least, 1, 1, staged, &begin, &err) == HCP_OK);
+    CHECK(hcp_link_rows(least, 1, 1, staged + HCP_PAGE_BYTES, &begin, &err) == HCP_INVALID);
+    hcp_link_destroy(least);
+  }
   CHECK(hcp_link_check(link, hcp_link_words(RANKS), &err) == HCP_OK);
   CHECK(hcp_link_check(link, hcp_link_words(RANKS) - 1, &err) == HCP_INVALID);
   CHECK(hcp_link_check(link, 0, &err) == HCP_INVALID);

@@ -21,6 +21,7 @@ from support.mapped import MixedLoopback
 
 import hcp
 from hcp.exchange.agreement import CallKind, Stamp
+from hcp.exchange.mailbox import Mailboxes
 from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
@@ -292,20 +293,25 @@ def test_a_rank_that_does_not_come_is_named_in_its_node(mixed: Any) -> None:
         exchange_once(lambda rank: None if rank == 3 else Stamp(CallKind("a test"), 1))
 
 
-def test_a_row_larger_than_a_mailbox_is_refused_with_what_would_do(mixed: Any) -> None:
-    mixed.ranks_per_node, mixed.buffer_bytes = 3, 2 * 2 * 4096
+@pytest.mark.parametrize("buffer_bytes", [2 * 2 * 4096, 2 * 2 * 8192])
+def test_rows_larger_than_a_mailbox_go_as_between_nodes(
+    mixed: Any, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    mixed.ranks_per_node, mixed.buffer_bytes = 3, buffer_bytes
+    near = []
+    start = Mailboxes.start
+    monkeypatch.setattr(Mailboxes, "start", lambda *given: near.append(1) or start(*given))
 
-    def exchange(groups: Any) -> None:
+    def exchange(groups: Any) -> Any:
         transport = groups.transport
-        sent, received = torch.zeros(3, 1024, dtype=torch.float64), torch.zeros(3, 1024).double()
+        sent = torch.full((3, 1024), float(transport.rank), dtype=torch.float64)
+        received = torch.zeros(3, 1024, dtype=torch.float64)
         moves = [Move(peer, peer, 1) for peer in range(3)]
         transport.start(sent, moves, received, moves, stamp=Stamp(CallKind("a test"), 1)).wait()
+        return received[:, 0].tolist()
 
-    expected = r"a row has 8192 bytes, expected <= 4096.* peer_buffer_bytes=(\d+) or more"
-    with pytest.raises(ValueError, match=expected) as error:
-        hcp.loopback(3, exchange, sharing=True)
-    mixed.buffer_bytes = int(str(error.value).split("peer_buffer_bytes=")[1].split()[0])
-    hcp.loopback(3, exchange, sharing=True)
+    assert hcp.loopback(3, exchange, sharing=True) == 3 * [[0, 1, 2]]
+    assert len(near) == (3 if buffer_bytes > 2 * 2 * 4096 else 0)
 
 
 # ---- the transport of GPUs -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ CPU memory, and a thread waits in place of a stream.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.cases import Case, dispatched, loopback_error, staged_by
 from support.mapped import MappedTransport
 
 import hcp
 import hcp.exchange.tables
-from hcp.attention import key_transfer
+from hcp.attention import key_transfer, prepared
 from hcp.exchange.agreement import CallKind, Recent, Stamp
 from hcp.exchange.peer import PeerMemory
 from hcp.exchange.tables import PeerRead
@@ -223,13 +226,69 @@ def test_a_rank_that_is_in_an_earlier_call_is_named_by_its_number(mapped: type) 
         hcp.loopback(2, check, sharing=True)
 
 
-def test_an_exchange_that_does_not_fit_is_refused_with_what_would_do(
+def test_a_head_that_does_not_fit_is_refused_with_what_would_do(
     mapped: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "buffer_bytes", 2 * 4096)
-    # 25 rows of 2 x (8 + 8) float64
-    with pytest.raises(ValueError, match=r"stages 6400 bytes .* peer_buffer_bytes=12800 or more"):
-        attend(Case((50,), 2, min_degree=2), lambda rank: 1.0)
+    # 25 rows of a head, 2 x 32 float64
+    with pytest.raises(ValueError, match=r"stages 12800 bytes .* peer_buffer_bytes=32768 or more"):
+        attend(Case((50,), 2, min_degree=2, head_dim=32), lambda rank: 1.0)
+
+
+WIDE = Case(
+    (57, 9, 130, 3), 4, min_degree=4, heads=12, kv_heads=6, value_dim=5, sinks=True, sharing=True
+)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
+@pytest.mark.usefixtures("at_once")
+def test_layers_that_stage_more_than_half_the_buffer_compute_heads_in_chunks(
+    mapped: type, monkeypatch: pytest.MonkeyPatch, comm_type: str, causal: bool
+) -> None:
+    monkeypatch.setattr(mapped, "buffer_bytes", 8 * 4096)
+    asked: list[int] = []
+    monkeypatch.setattr(prepared, "_tell_of_chunks", lambda count, *_: asked.append(count))
+    case = replace(WIDE, comm_type=comm_type, causal=causal)
+    assert loopback_error(replace(case, lse=True)) <= 1e-10
+    assert loopback_error(replace(case, head_chunks=2)) <= 1e-10
+    assert max(asked) > 2
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_layer_goes_through_a_buffer_that_holds_a_head(data: st.DataObject) -> None:
+    groups, ranks = data.draw(st.integers(1, 7)), data.draw(st.integers(2, 6))
+    case = Case(
+        tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5))),
+        ranks,
+        comm_type=data.draw(st.sampled_from(["p2p", "all_gather", "a2a+p2p"])),
+        kv_heads=groups,
+        heads=groups * data.draw(st.integers(1, 3)),
+        capacity=data.draw(st.integers(60, 200)),
+        min_degree=data.draw(st.sampled_from([1, ranks])),
+        window=data.draw(st.sampled_from([(-1, -1), (9, 0)])),
+        sharing=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedTransport, "buffer_bytes", 2 * 4096 * data.draw(st.integers(10, 14)))
+        assert loopback_error(case) <= 1e-10
+
+
+def test_a_layer_in_chunks_is_told_of_once(
+    mapped: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapped, "buffer_bytes", 8 * 4096)
+    monkeypatch.setattr(prepared, "_told", itertools.count())
+    assert loopback_error(WIDE) <= 1e-10
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "peer_buffer_bytes=" in line
+    enough = int(line.split("peer_buffer_bytes=")[1].split()[0])
+    caplog.clear()
+    monkeypatch.setattr(mapped, "buffer_bytes", enough)
+    monkeypatch.setattr(prepared, "_told", itertools.count())
+    assert loopback_error(WIDE) <= 1e-10
+    assert not caplog.records
 
 
 def test_what_was_kept_of_micro_batches_that_are_over_is_dropped(

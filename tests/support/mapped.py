@@ -82,6 +82,10 @@ class MappedTransport(LoopbackTransport):
             node=self.node,
         )
 
+    @property
+    def half_bytes(self) -> int:
+        return self._peers_memory.link.half_bytes
+
     def share(self, share: Share) -> PeerShared:
         return PeerShared(self._peers_memory, share)
 
@@ -156,6 +160,10 @@ class MixedGloo(TorchTransport):
         stamp: Any,
     ) -> Pending:
         return self.near.start(super().start, sent, sends, received, receives, stamp)
+
+    @property
+    def half_bytes(self) -> int:
+        return self.near.half_bytes
 
     def share(self, share: Share) -> PeerShared:
         return self.near.share(share)

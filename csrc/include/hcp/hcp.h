@@ -1079,8 +1079,9 @@ enum { HCP_SCHEDULE_HEADER_WORDS = sizeof(hcp_schedule_header) / sizeof(int64_t)
 /* Write the header of a schedule that nobody else has yet. */
 void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header);
 
-/* Its SIZES by name; -1: no limit on that side of the window. query_rows: the rows that ENTRIES
- * count in. */
+/* Its SIZES by name; -1: no limit on that side of the window. What the other sections say follows:
+ * query_rows, the rows that ENTRIES count in, and staged_rows, which no rank of KEY_OWNERS exceeds
+ * when it stages its own keys, or gradients of all others' keys. */
 #define HCP_SCHEDULE_SIZES_OF(X) \
   X(rows)                        \
   X(return_sent_rows)            \
@@ -1090,7 +1091,8 @@ void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *hea
   X(inner)                       \
   X(left)                        \
   X(right)                       \
-  X(query_rows)
+  X(query_rows)                  \
+  X(staged_rows)
 
 typedef struct hcp_schedule_sizes {
 #define HCP_SCHEDULE_SIZE(name) int64_t name;

@@ -44,6 +44,9 @@ hcp_status hcp_link_check(const hcp_link *link, int64_t words, hcp_error *err);
 
 /* Bytes that each rank needs in all, and the number of its counts. */
 int64_t hcp_link_bytes(int64_t ranks, int64_t buffer_bytes);
+
+/* The least buffer_bytes with which an exchange may stage so many bytes. */
+int64_t hcp_link_buffer_bytes(int64_t staged);
 int64_t hcp_link_counts(int64_t ranks);
 
 /* The byte at which a half begins, the same in the memory of each rank. HCP_INVALID where rows do
