@@ -275,6 +275,14 @@ class Rebinding:
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
+TimesOrFunction = (
+    tuple[Sequence[int], Sequence[int], Sequence[int]]
+    | tuple[Sequence[int], Sequence[int], Callable[[int, int], float], float]
+)
+
+def function_time(
+    function: Callable[[int, int], float], unit: float, length: int, degree: int
+) -> int: ...
 def cost_time(
     prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
@@ -289,7 +297,7 @@ def plan_bound(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: tuple[Sequence[int], Sequence[int], Sequence[int] | Callable[[int, int], int]] | None,
+    table: TimesOrFunction | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> tuple[int, int]: ...
@@ -298,7 +306,7 @@ def create_plan(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: tuple[Sequence[int], Sequence[int], Sequence[int] | Callable[[int, int], int]] | None,
+    table: TimesOrFunction | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> Plan: ...

@@ -1,5 +1,6 @@
 /* gil.c - the core runs without the GIL, asks a function for times, and Ctrl-C ends its searches.
  */
+#include <float.h>
 #include <time.h>
 
 #include "glue.h"
@@ -35,20 +36,44 @@ void hcp_py_drop_gil(hcp_py_gil *gil, PyObject *reads) {
   gil->state = PyEval_SaveThread();
 }
 
-/* -1: an exception is set. */
-static int64_t call(PyObject *function, int64_t length, int32_t degree) {
-  int64_t time = -1;
-  PyObject *result = PyObject_CallFunction(function, "Li", (long long)length, (int)degree);
-  if (result == NULL) return -1;
-  int read = hcp_py_int64(result, "the time of a cost function", &time);
-  Py_DECREF(result);
-  if (read < 0) return -1;
-  if (time >= 1 && time <= TIME_MAX) return time;
+static int64_t refuse_units(double units, int64_t length, int32_t degree) {
+  PyObject *whole = PyLong_FromDouble(units);
+  if (whole == NULL) return -1;
   PyErr_Format(PyExc_ValueError,
-               "the cost function gave %lld units for %lld tokens on %d ranks, expected 1 to 2^42: "
+               "the cost function gave %R units for %lld tokens on %d ranks, expected 1 to 2^42: "
                "choose a larger unit",
-               (long long)time, (long long)length, (int)degree);
+               whole, (long long)length, (int)degree);
+  Py_DECREF(whole);
   return -1;
+}
+
+/* The seconds that a function gave in units, rounded up. -1: an exception is set. */
+static int64_t units_of(PyObject *given, double unit, int64_t length, int32_t degree) {
+  double seconds = PyFloat_AsDouble(given);
+  if (PyErr_Occurred()) return -1;
+  if (!(seconds >= 0 && seconds <= DBL_MAX)) {
+    PyErr_Format(PyExc_ValueError,
+                 "the cost function gave %R for %lld tokens on %d ranks, expected seconds >= 0",
+                 given, (long long)length, (int)degree);
+    return -1;
+  }
+  double units = seconds / unit;
+  if (units > (double)TIME_MAX) return refuse_units(units, length, degree);
+  int64_t whole = (int64_t)units;
+  whole += (double)whole < units;
+  return whole > 0 ? whole : 1;
+}
+
+int64_t hcp_py_units(PyObject *function, double unit, int64_t length, int32_t degree) {
+  PyObject *tokens = PyLong_FromLongLong(length), *ranks = PyLong_FromLong(degree);
+  PyObject *given = NULL;
+  if (tokens != NULL && ranks != NULL)
+    given = PyObject_CallFunctionObjArgs(function, tokens, ranks, NULL);
+  int64_t units = given == NULL ? -1 : units_of(given, unit, length, degree);
+  Py_XDECREF(given);
+  Py_XDECREF(ranks);
+  Py_XDECREF(tokens);
+  return units;
 }
 
 int64_t hcp_py_time(void *context, int64_t length, int32_t degree) {
@@ -56,7 +81,7 @@ int64_t hcp_py_time(void *context, int64_t length, int32_t degree) {
   if (gil->raised) return 1;
   if (!gil->held) PyEval_RestoreThread(gil->state);
   gil->held = 1;
-  int64_t time = call(gil->function, length, degree);
+  int64_t time = hcp_py_units(gil->function, gil->unit, length, degree);
   gil->raised = time < 0;
   return time < 0 ? 1 : time;
 }

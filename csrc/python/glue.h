@@ -20,7 +20,8 @@ typedef struct hcp_py_gil {
   hcp_stop stop; /* for searches, which may take hours: it looks for Ctrl-C many times a second */
   PyObject *reads;
   PyThreadState *state;
-  PyObject *function; /* NULL, or gives the times of a cost table: hcp_py_time */
+  PyObject *function; /* NULL, or gives the times of a cost table in seconds: hcp_py_time */
+  double unit;        /* seconds in one unit of them */
   double looked;      /* seconds */
   int32_t raised;
   int32_t
@@ -36,6 +37,10 @@ int hcp_py_take_gil(hcp_py_gil *gil);
  * does not give 1 to 2^42. It is called with the GIL, which is kept until the search goes on: one
  * that asks for thousands of times does not wait for other threads before each. */
 int64_t hcp_py_time(void *context, int64_t length, int32_t degree);
+
+/* The seconds that a Python function gives for a length and a degree in units of so many, rounded
+ * up. -1: an exception is set. */
+int64_t hcp_py_units(PyObject *function, double unit, int64_t length, int32_t degree);
 
 /* The same for a call that always ends soon: declares `status`. Python looks for signals after
  * it. */

@@ -146,6 +146,21 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   return status == HCP_OK ? PyLong_FromLongLong(time) : hcp_py_raise(&err);
 }
 
+static PyObject *function_time(PyObject *module, PyObject *args) {
+  PyObject *function, *length_object, *degree_object;
+  double unit;
+  int64_t length;
+  int32_t degree;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "OdOO:function_time", &function, &unit, &length_object,
+                        &degree_object) ||
+      hcp_py_int64(length_object, "length", &length) < 0 ||
+      hcp_py_int32(degree_object, "degree", &degree) < 0)
+    return NULL;
+  int64_t units = hcp_py_units(function, unit, length, degree);
+  return units < 0 ? NULL : PyLong_FromLongLong(units);
+}
+
 /* ---- masks ---- */
 
 /* firsts: where the records of each of n sequences begin, and where the last ends. */
@@ -750,6 +765,8 @@ static PyMethodDef functions[] = {
      "Assign sequences to ranks."},
     {"cost_time", (PyCFunction)(void (*)(void))cost_time, METH_VARARGS | METH_KEYWORDS,
      "Time of one sequence at a degree, without launch."},
+    {"function_time", function_time, METH_VARARGS,
+     "Units of the seconds that a function gives for a length and a degree, rounded up."},
     {"pipeline_time", (PyCFunction)(void (*)(void))pipeline_time, METH_VARARGS | METH_KEYWORDS,
      "Makespan of micro-batches of these times in a pipeline."},
     {"fixed_sizes", fixed_sizes, METH_VARARGS, "Words of each table of fixed capacity."},

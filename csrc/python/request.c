@@ -88,27 +88,35 @@ int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple) {
   return 0;
 }
 
-/* Times row after row, or a function that gives them when they are asked for. */
-static int fill_times(request *r, PyObject *times, Py_ssize_t rows, Py_ssize_t columns) {
-  if (!PyCallable_Check(times))
+/* A function, and the seconds of a unit. */
+static int fill_function(request *r, PyObject *function, PyObject *unit) {
+  r->function = function;
+  r->unit = PyFloat_AsDouble(unit);
+  r->ask.time = hcp_py_time;
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The cost table is None, or lengths, degrees, and times row after row, or in place of these a
+ * function that gives them when they are asked for, and its unit. */
+static int fill_times(request *r, PyObject *cost_table, Py_ssize_t rows, Py_ssize_t columns) {
+  PyObject *times = PyTuple_GetItem(cost_table, 2);
+  if (PyTuple_Size(cost_table) == 3)
     return integers(times, "table.times", rows * columns, &r->table_times);
   r->table_times = PyMem_Calloc((size_t)(rows * columns) + 1, sizeof *r->table_times);
   if (r->table_times == NULL) PyErr_NoMemory();
-  r->function = times;
-  r->ask.time = hcp_py_time;
-  return r->table_times == NULL ? -1 : 0;
+  return r->table_times == NULL ? -1 : fill_function(r, times, PyTuple_GetItem(cost_table, 3));
 }
 
-/* cost_table is None, or lengths, degrees and times. */
 int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
   Py_ssize_t rows, columns;
   if (cost_table == Py_None) return 0;
-  if (!is_tuple(cost_table, 3, "cost.table", "lengths, degrees, times") ||
+  int asked = PyTuple_Check(cost_table) && PyTuple_Size(cost_table) == 4;
+  if ((!asked && !is_tuple(cost_table, 3, "cost.table", "lengths, degrees, times")) ||
       hcp_py_int64s(PyTuple_GetItem(cost_table, 0), "table.lengths", &r->table_lengths, &rows) <
           0 ||
       hcp_py_int32s(PyTuple_GetItem(cost_table, 1), "table.degrees", &r->table_degrees, &columns) <
           0 ||
-      fill_times(r, PyTuple_GetItem(cost_table, 2), rows, columns) < 0)
+      fill_times(r, cost_table, rows, columns) < 0)
     return -1;
   r->times = (hcp_times){(int32_t)rows,    (int32_t)columns, r->table_lengths,
                          r->table_degrees, r->table_times,   r->function == NULL ? NULL : &r->ask};
@@ -119,6 +127,7 @@ int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
 void hcp_py_request_search(request *r, hcp_py_gil *gil) {
   hcp_py_drop_gil(gil, NULL);
   gil->function = r->function;
+  gil->unit = r->unit;
   r->ask.context = gil;
 }
 

@@ -13,7 +13,8 @@ typedef struct request {
   Py_ssize_t n;
   int64_t *table_lengths, *table_times, *pairs;
   int32_t *table_degrees;
-  PyObject *function; /* NULL, or borrowed: gives the times of the cost table */
+  PyObject *function; /* NULL, or borrowed: gives the times of the cost table, */
+  double unit;        /* in so many seconds                                    */
   hcp_ask ask;
 #define LIST(name, count) int32_t *name;
   HCP_LIMIT_LISTS(LIST)

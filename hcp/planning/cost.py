@@ -193,13 +193,7 @@ class CostModel:
     def _call(self, length: int, degree: int) -> int:
         assert self.function is not None
         assert self.unit is not None
-        seconds = self.function(length, degree)
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(
-                f"the cost function gave {seconds!r} for {length} tokens on {degree} ranks, "
-                "expected seconds >= 0"
-            )
-        return max(1, math.ceil(seconds / self.unit))
+        return _core.function_time(self.function, self.unit, length, degree)
 
     @classmethod
     def from_seconds(

@@ -426,11 +426,12 @@ def _request(
 
 
 def _asked(cost: CostModel, lengths: Any, limits: Limits) -> tuple[Any, ...]:
-    """Return the rows and columns of a table, and what gives its times when they are asked for."""
+    """Return the rows and columns of a table, the function that gives its times when they are asked
+    for, and the seconds of a unit."""
     least = expect_size("min_degree", limits.min_degree)
     last = expect_size("max_degree", limits.most)
     rows = sorted(set(expect_sizes("lengths", lengths)))
-    return rows, _table_degrees(least, last, limits.degrees == "pow2"), cost.time
+    return rows, _table_degrees(least, last, limits.degrees == "pow2"), cost.function, cost.unit
 
 
 def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,8 @@ from hcp.planning.plan import lower_bound
 from hcp.tools.check import check_plan
 
 Seconds = Callable[[int, int], float]
-UNIT = 1e-9
+UNIT = 2.0**-30
+"""A power of two: whole units are as many again when they were seconds."""
 
 
 @st.composite
@@ -42,13 +44,15 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def fair_seconds(draw: st.DrawFn) -> Seconds:
-    """Seconds whose rank-time does not fall as the degree grows, to the nanosecond."""
+    """Seconds whose rank-time does not fall as the degree grows, to the unit."""
     pair, token, move, step = (draw(st.sampled_from([0, 1, 40, 900])) for _ in range(4))
 
     def seconds(length: int, degree: int) -> float:
-        work = pair * length * length + (token + 1) * length
+        share = pair * length * length + (token + 1) * length
+        for d in range(2, degree + 1):
+            share = -(-share * (d - 1) // d)
         moved = move * length * (degree - 1) // degree + step * (degree - 1)
-        return UNIT * (-(-work // degree) + moved)
+        return UNIT * (share + moved)
 
     return seconds
 
@@ -131,6 +135,35 @@ def test_what_the_function_raises_comes_out_and_ends_the_search() -> None:
         with pytest.raises(ZeroDivisionError, match="the third call"):
             search([10, 20, 30, 40, 50], ranks=8, max_tokens_per_rank=64, cost=cost)
         assert calls == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(st.floats(0, 4000), st.integers(0, 4000), st.floats(0, 1e-6)),
+    st.sampled_from([1e-9, 3e-9, 1e-6, 0.1]),
+)
+def test_seconds_become_units_rounded_up(seconds: float, unit: float) -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: seconds, unit=unit)
+    units = max(1, math.ceil(seconds / unit))
+    assert cost.time(7, 1) == units
+    table = hcp.plan([7], ranks=1, max_tokens_per_rank=8, cost=cost).cost.table
+    assert table == TimeTable((7,), (1,), (units,))
+
+
+@pytest.mark.parametrize("given", [-1e-9, math.nan, math.inf])
+def test_what_is_no_time_is_refused_in_a_search(given: float) -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: given)
+    message = rf"the cost function gave {given!r} for 7 tokens on 1 ranks, expected seconds >= 0"
+    with pytest.raises(ValueError, match=message):
+        hcp.plan([7], ranks=2, max_tokens_per_rank=8, cost=cost)
+    with pytest.raises(ValueError, match=message):
+        cost.time(7, 1)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: cast(Any, "soon"))
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        hcp.plan([7], ranks=2, max_tokens_per_rank=8, cost=cost)
 
 
 def test_a_time_that_is_too_long_is_refused() -> None:

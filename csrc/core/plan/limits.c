@@ -206,10 +206,7 @@ int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int3
   if (degree < limits->min_degree || degree > limits->max_degree) return 0;
   if (limits->pow2 && (degree & (degree - 1)) != 0) return 0;
   if (!hcp_nodes_allow(degree, limits->ranks_per_node)) return 0;
-  if (cost->times == NULL) return 1;
-  for (int32_t i = 0; i < cost->times->degree_count; i++)
-    if (cost->times->degrees[i] == degree) return 1;
-  return 0;
+  return cost->times == NULL || hcp__times_column(cost->times, degree) >= 0;
 }
 
 int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree) {
