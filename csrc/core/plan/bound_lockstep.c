@@ -20,7 +20,7 @@
 #include "plan.h"
 
 enum {
-  LEVELS = 24,   /* intervals of heights, */
+  LEVELS = 12,   /* intervals of heights: the lowest has all below a fifth of the longest, */
   STEP = 8,      /* each this part lower than the one before */
   BUNDLES = 24,     /* of micro-batches that are looked at as one */
   SINGLE = 16,   /* of them, those of one micro-batch */
