@@ -1,12 +1,11 @@
 /* bound.c - times that no plan can beat, whatever its packing and order.
  *
- * A guess X is refuted when no plan ends within X. Every micro-batch spends
- * launch before it computes, so a sequence of a plan within X ends within
- * Y = X - launch, and no rank computes two sequences that each take more than
- * Y / 2. Each sequence therefore either takes at most Y / 2 (small), or is big
- * and has its ranks for itself as far as big ones go: those ranks sum to at
- * most N. The least rank-time under that one constraint is a fractional
- * knapsack; X is refuted when it does not fit in N X, launches included. */
+ * A guess X is refuted when no plan ends within X. Every rank spends launches, so a
+ * sequence of a plan within X ends within Y = X - launches, and no rank computes two
+ * sequences that each take more than Y / 2. Each sequence therefore either takes at most Y / 2
+ * (small), or is big and has its ranks for itself as far as big ones go: those ranks sum to at most
+ * N. The least rank-time under that one constraint is a fractional knapsack; X is refuted when it
+ * does not fit in N X, launches included. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -31,12 +30,25 @@ static int by_saving(const void *left, const void *right) {
   return (a->ranks < b->ranks) - (a->ranks > b->ranks); /* qsort may leave ties in any order */
 }
 
+/* Launches of every rank: where ranks meet at the end of the step, also those of micro-batches in
+ * which it has no rows, of which there are as many as hold all rows. */
+static int64_t launches_each(const hcp__problem *p) {
+  int step = p->limits->sync == HCP_SYNC_STEP && p->limits->pipeline.stages < 2;
+  return step ? hcp__least_count(p) : 1;
+}
+
+/* What they take of the guess, on fast ranks. */
+static int64_t launch_time(const hcp__problem *p) {
+  return hcp__scaled(p->cost->launch, launches_each(p), 1);
+}
+
 /* A micro-batch on one rank holds at most capacity rows, and a rank that
  * computes anything has at least one: ranks left idle would cost as much, unless
- * they are slow ones, which have less to give. */
+ * they are slow ones, which have less to give, and launch nothing without rows. */
 static int64_t launch_area(const hcp__problem *p) {
   int64_t launches = p->tokens / p->capacity + (p->tokens % p->capacity != 0), area;
-  if (launches < p->limits->ranks && p->limits->slowness == NULL) launches = p->limits->ranks;
+  int64_t each = launches_each(p), all = each * p->limits->ranks;
+  if (launches < all && (each > 1 || p->limits->slowness == NULL)) launches = all;
   return __builtin_mul_overflow(launches, p->cost->launch, &area) ? INT64_MAX / 2 : area;
 }
 
@@ -63,7 +75,7 @@ static int refuted(const hcp__problem *p, int64_t guess, offer *offers) {
   int64_t limit = hcp__rank_time(p->limits, guess);
   int32_t count = 0;
   for (int32_t k = 0; k < p->kind_count; k++) {
-    int64_t one = area_within(p, &p->kinds[k], guess - p->cost->launch, &forced, &offers[count]);
+    int64_t one = area_within(p, &p->kinds[k], guess - launch_time(p), &forced, &offers[count]);
     if (one < 0) return 1;
     if (__builtin_mul_overflow(one, p->kinds[k].count, &one) ||
         __builtin_add_overflow(area, one, &area))
@@ -88,8 +100,8 @@ static int64_t simple_bound(const hcp__problem *p) {
   int64_t area = p->least + launch_area(p), ranks = p->limits->ranks;
   int64_t bound = area / ranks + (area % ranks != 0);
   for (int32_t k = 0; k < p->kind_count; k++) {
-    if (hcp__first_within(p, &p->kinds[k], bound - p->cost->launch) != NULL) continue;
-    bound = hcp__fastest(p, &p->kinds[k]) + p->cost->launch;
+    if (hcp__first_within(p, &p->kinds[k], bound - launch_time(p)) != NULL) continue;
+    bound = hcp__sum(hcp__fastest(p, &p->kinds[k]), launch_time(p));
   }
   return bound;
 }
@@ -117,16 +129,16 @@ static hcp__wide most_of(const hcp__problem *p, int64_t guess, int64_t rate, int
 }
 
 /* Launches are whole: a rank that pays few holds few tokens, one that pays many
- * has little time. Either may be enough, so three counts are looked at: one, and
+ * has little time. Either may be enough, so three counts are looked at: the least, and
  * both next to that at which rows and time run out together. */
 static int launches_refute(const hcp__problem *p, int64_t guess, int64_t rate) {
   static const int64_t worths[] = {1, 2, 4, 16};
   /* Division of 128 bits would call for more than libc. */
   hcp__wide full = (hcp__wide)p->capacity * rate + p->cost->launch;
-  int64_t even = full > guess ? 0 : guess / (int64_t)full;
+  int64_t even = full > guess ? 0 : guess / (int64_t)full, least = launches_each(p);
   for (size_t i = 0; i < sizeof worths / sizeof *worths; i++) {
-    hcp__wide most = most_of(p, guess, rate, worths[i], 1);
-    for (int64_t k = even > 1 ? even : 1; k <= even + 1; k++) {
+    hcp__wide most = most_of(p, guess, rate, worths[i], least);
+    for (int64_t k = hcp__most(even, least); k <= even + 1; k++) {
       hcp__wide one = most_of(p, guess, rate, worths[i], k);
       if (one > most) most = one;
     }

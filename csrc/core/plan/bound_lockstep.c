@@ -20,7 +20,9 @@
 #include "plan.h"
 
 enum {
-  LEVELS = 12,   /* intervals of heights: the lowest has all below a fifth of the longest, */
+  LEVELS = 24,   /* intervals of heights, */
+  FEW_LEVELS = 12, /* those of more kinds than MANY, */
+  MANY = 1 << 12,
   STEP = 8,      /* each this part lower than the one before */
   BUNDLES = 24,     /* of micro-batches that are looked at as one */
   SINGLE = 16,   /* of them, those of one micro-batch */
@@ -241,7 +243,8 @@ static void make_bundles(lockstep *l) {
 
 static void make_levels(lockstep *l) {
   int64_t top = MOST, bottom = l->slowest[0];
-  for (l->level_count = 0; l->level_count < LEVELS && top > 0; l->level_count++) {
+  int32_t most = l->p->kind_count > MANY ? FEW_LEVELS : LEVELS;
+  for (l->level_count = 0; l->level_count < most && top > 0; l->level_count++) {
     l->tops[l->level_count] = top;
     l->bottoms[l->level_count] = bottom;
     top = bottom - 1;
