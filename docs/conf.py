@@ -110,6 +110,7 @@ CONTENTS = {
         "concepts/masks",
         "concepts/dispatch",
         "concepts/fields",
+        "concepts/trees",
         "concepts/attention",
         "concepts/comm-types",
         "concepts/transports",

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from hcp.step.fields import Payload
     from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
+    from hcp.step.tree_values import TreeValues
+    from hcp.step.trees import Trees, prefix_trees
     from hcp.tools.loopback import loopback
     from hcp.tools.programs.options import add_arguments
 
@@ -58,6 +60,8 @@ __all__ = [
     "Plan",
     "ProcessGroups",
     "Step",
+    "TreeValues",
+    "Trees",
     "add_arguments",
     "audit",
     "build_process_groups",
@@ -69,6 +73,7 @@ __all__ = [
     "loopback",
     "plan",
     "planned_steps",
+    "prefix_trees",
     "rebind",
     "register_backend",
     "register_rebind",
@@ -114,6 +119,11 @@ _HOMES = {
     "step.fields": ("Payload",),
     "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
+    "step.tree_values": ("TreeValues",),
+    "step.trees": (
+        "Trees",
+        "prefix_trees",
+    ),
     "tools.loopback": ("loopback",),
     "tools.programs.options": ("add_arguments",),
 }

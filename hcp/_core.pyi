@@ -20,6 +20,7 @@ LAUNCHES_SECTIONS: tuple[tuple[str, int], ...]
 MAILBOX_SECTIONS: tuple[tuple[str, int], ...]
 PACKED_SECTIONS: tuple[tuple[str, int], ...]
 BLOCK_SECTIONS: tuple[tuple[str, int], ...]
+TREES_SECTIONS: tuple[tuple[str, int], ...]
 PACKED_SIZES: tuple[str, ...]
 SCHEDULE_SIZES: tuple[str, ...]
 SIGNALS: dict[str, int]
@@ -51,6 +52,16 @@ def read_schedule(
 def link_bytes(ranks: int, buffer_bytes: int, /) -> int: ...
 def link_buffer_bytes(staged: int, /) -> int: ...
 def signal_tag(word: int, /) -> int: ...
+def trees(
+    tokens: Buffer,
+    token_bytes: int,
+    lengths: Sequence[int],
+    max_tokens: int,
+    min_shared: int,
+    max_tokens_per_rank: int,
+    ranks_per_node: int,
+    prices: Sequence[int] | None,
+) -> memoryview: ...
 def launches(words: Buffer, packs: bool, waiting: int) -> memoryview: ...
 def join_entries(
     entries: Buffer, packs: bool, query_runs: Buffer = ..., key_runs: Buffer = ...

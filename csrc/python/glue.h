@@ -115,6 +115,7 @@ int hcp_py_add_prices(PyObject *module);
 int hcp_py_add_table(PyObject *module);
 int hcp_py_add_launches(PyObject *module);
 int hcp_py_add_link(PyObject *module);
+int hcp_py_add_trees(PyObject *module);
 int hcp_py_add_grid(PyObject *module);
 int hcp_py_add_slots(PyObject *module);
 int hcp_py_add_structure(PyObject *module);

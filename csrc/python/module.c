@@ -311,21 +311,13 @@ static int add_functions(PyObject *module) { return PyModule_AddFunctions(module
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
-  static int (*const parts[])(PyObject *) = {add_hash,
-                                             add_functions,
-                                             add_view,
-                                             hcp_py_add_plan,
-                                             hcp_py_add_layout,
-                                             hcp_py_add_payload,
-                                             hcp_py_add_prices,
-                                             hcp_py_add_table,
-                                             hcp_py_add_launches,
-                                             hcp_py_add_link,
-                                             hcp_py_add_grid,
-                                             hcp_py_add_slots,
-                                             hcp_py_add_structure,
-                                             hcp_py_add_rebinding,
-                                             hcp_py_add_holders};
+  static int (*const parts[])(PyObject *) = {
+      add_hash,          add_functions,        add_view,
+      hcp_py_add_plan,   hcp_py_add_layout,    hcp_py_add_payload,
+      hcp_py_add_prices, hcp_py_add_table,     hcp_py_add_launches,
+      hcp_py_add_link,   hcp_py_add_trees,     hcp_py_add_grid,
+      hcp_py_add_slots,  hcp_py_add_structure, hcp_py_add_rebinding,
+      hcp_py_add_holders};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
   return 0;

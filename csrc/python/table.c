@@ -65,6 +65,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int states_widths[] = {HCP_STATES_SECTIONS(WIDTH)};
   static const char *const cross_names[] = {HCP_CROSS_SECTIONS(NAME)};
   static const int cross_widths[] = {HCP_CROSS_SECTIONS(WIDTH)};
+  static const char *const trees_names[] = {HCP_TREES_SECTIONS(NAME)};
+  static const int trees_widths[] = {HCP_TREES_SECTIONS(WIDTH)};
   static const char *const payload_names[] = {HCP_PAYLOAD_SECTIONS(NAME)};
   static const int payload_widths[] = {HCP_PAYLOAD_SECTIONS(WIDTH)};
   static const char *const fixed_names[] = {HCP_FIXED_SECTIONS(NAME)};
@@ -112,6 +114,8 @@ int hcp_py_add_table(PyObject *module) {
   if (hcp_py_add_owned(module, "MAILBOX_SECTIONS",
                        sections_tuple(mailbox_names, mailbox_widths, HCP_MAILBOX_SECTION_COUNT)) <
           0 ||
+      hcp_py_add_owned(module, "TREES_SECTIONS",
+                       sections_tuple(trees_names, trees_widths, HCP_TREES_SECTION_COUNT)) < 0 ||
       hcp_py_add_owned(module, "LINK_SECTIONS",
                        sections_tuple(link_names, link_widths, HCP_LINK_SECTION_COUNT)) < 0)
     return -1;

@@ -1412,6 +1412,74 @@ enum {
 hcp_status hcp_block_create(int32_t first, int32_t ranks, int32_t rank, int64_t rows,
                             hcp_table **block, hcp_error *err);
 
+/* ---- Prefix trees -------------------------------------------------------- */
+
+/* Rollouts are sequences of tokens, such as answers to one prompt. Those that begin alike become
+ * a tree, which has what they share once.
+ *
+ * Row j of a rollout holds its token j, and its target is token j + 1. Two rollouts share row j
+ * where they have the same tokens up to token j + 1. So each row of a tree has one target: the row
+ * before a branch is there once for each branch. A rollout's last row has no target and belongs to
+ * no other rollout. Rows of a tree are edges of the trie of its rollouts.
+ *
+ * A part is rows that the same rollouts share. Parts lie end to end, each after the one that it
+ * continues. Rollouts that begin alike come side by side, else in the order in which they are
+ * given.
+ *
+ * X(name, words per record)
+ *
+ *   TREES   (parts, leaves, paths, rows, pairs): ends of the tree's records in PARTS, LEAVES and
+ *           PATHS, its rows, and the pairs of a query and a key that these see
+ *   PARTS   (token, rows, parent, leaf, leaves): rows of the tokens from this one on of the
+ *           rollout of this leaf; the part that they continue, -1: none; the leaves below are this
+ *           one and those after it. Parts and leaves are numbered in their tree
+ *   LEAVES  (rollout, part): a rollout, and the part that has its last row
+ *   PATHS   (leaf, part): the parts of each leaf, from the first on
+ *   FIRST   (token, rows): rows of all trees end to end <- tokens of all rollouts end to end: of
+ *           each part, those of its first rollout
+ *   BACK    (row, rows): tokens of all rollouts <- rows of all trees
+ *   SUMS    (row, rows, 0, token): rows of all trees <- tokens of all rollouts, summed: as
+ *           HCP_CROSS_SECTIONS has runs */
+#define HCP_TREES_SECTIONS(X) \
+  X(TREES, 5)                 \
+  X(PARTS, 5)                 \
+  X(LEAVES, 2)                \
+  X(PATHS, 2)                 \
+  X(FIRST, 2)                 \
+  X(BACK, 2)                  \
+  X(SUMS, 4)
+
+enum {
+#define HCP_TREES_ENUM(name, width) HCP_TREES_##name,
+  HCP_TREES_SECTIONS(HCP_TREES_ENUM)
+#undef HCP_TREES_ENUM
+      HCP_TREES_SECTION_COUNT
+};
+
+typedef struct hcp_rollouts {
+  const void *tokens; /* of all rollouts end to end */
+  int32_t token_bytes; /* 4 or 8: of one token, an integer */
+  const int64_t *lengths; /* n, >= 1 */
+  int64_t n;
+} hcp_rollouts;
+
+typedef struct hcp_tree_limits {
+  int64_t max_rows;   /* of a tree; 0: no limit. A larger tree is divided, and its pieces repeat
+                         what they share */
+  int64_t min_shared; /* >= 1: rows of a part that several rollouts share */
+  /* NULL, or prices: rollouts that cost less alone than as a tree stay alone. A sequence costs the
+   * time of its ranks together, at the least degree at which a rank has at most
+   * max_tokens_per_rank rows (0: one rank has them all). */
+  const hcp_cost *cost;
+  int64_t max_tokens_per_rank;
+  int32_t ranks_per_node;
+} hcp_tree_limits;
+
+/* Make trees. It looks at each token that rollouts share a few times, and at no other. stop may be
+ * NULL. On success the caller owns *trees. */
+hcp_status hcp_trees_create(const hcp_rollouts *rollouts, const hcp_tree_limits *limits,
+                            const hcp_stop *stop, hcp_table **trees, hcp_error *err);
+
 /* ---- 9. Grid ------------------------------------------------------------ */
 
 #define HCP_DIMENSIONS(X) \
