@@ -33,17 +33,17 @@ from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
 from hcp.step.device_copies import DeviceCopies
 from hcp.step.fields import (
-    TEXT,
+    AS_BYTES,
     Field,
     Given,
     Rules,
     Sample,
     check_rules,
     describe,
+    from_bytes,
     in_tensors,
     length_of,
     said_of,
-    texts_of,
 )
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
@@ -87,7 +87,7 @@ class StepTransport(NamedTuple):
 
 class LocalBatch:
     """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``. A field of
-    strings is a tuple, of one for each sequence.
+    strings, or of values of Python's, is a tuple, of one for each sequence.
 
     Has no other public attribute, so that a field may have any name; iterates over the names.
     ``dict(local)`` and ``**local`` give the fields by name, unless a field is called "keys".
@@ -332,7 +332,6 @@ def _announce(
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
         "fields": describe(samples, rules) if samples else None,
-        "rules": {name: said_of(rule) for name, rule in sorted(rules.items())},
     }
 
 
@@ -567,8 +566,8 @@ def dispatch(
         loss_mask: the field whose sum over the whole batch is its number of loss tokens.
         fields: the rules of fields that are not one row per token, by name: "sequence" (one number,
             or tensor of a fixed shape, per sample, on every rank of the sequence's group as
-            (sequences, ...)), "text" (one string per sample, as a tuple) or an
-            :class:`hcp.Payload`.
+            (sequences, ...)), "text" (one string per sample, as a tuple), "value" (one value of
+            Python's per sample, as a tuple) or an :class:`hcp.Payload`.
         handler_cls: the class of the handlers, which also says whose kernels compute attention:
             :func:`hcp.get_cp_handler_cls`. The default is "auto".
         stamp_call_sites: ranks also compare where in the trainer's source they call attention, to
@@ -611,10 +610,11 @@ def dispatch(
         loaded_by = _checked_sources(sources, plan, transport)
         _check_layers(window_sizes, heads)
         rules = check_rules(fields, loss_mask)
-        own = list(in_tensors(samples, rules))
+        own = list(in_tensors(samples, fields or {}))
         message = {
             "step": step,
             **_announce(plan, own, loaded_by, transport, comm_types, sizes, rules),
+            "rules": {name: said_of(rule) for name, rule in sorted((fields or {}).items())},
             "loss_mask": loss_mask,
             "scan_type": scan_type,
         }
@@ -655,8 +655,10 @@ def dispatch(
     batches = [
         LocalBatch(
             {
-                field.name: texts_of(values[field.name][i], cp.payloads[field.name].cu_seqlens)
-                if fields and fields.get(field.name) == TEXT
+                field.name: from_bytes(
+                    fields[field.name], values[field.name][i], cp.payloads[field.name].cu_seqlens
+                )
+                if fields and fields.get(field.name) in AS_BYTES
                 else values[field.name][i]
                 for field in fields_here
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,23 @@ from hcp.exchange.transport import flat_rows
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence by name: (tokens, ...), but for the fields that rules name."""
 
-Given = Mapping[str, Tensor | float | str]
-"""A sample as it may be given: a field of PER_SEQUENCE may be a number, one of TEXT is a string."""
+Given = Mapping[str, Tensor | float | str | tuple[Any, ...] | None]
+"""A sample as it may be given: a field of PER_SEQUENCE may be a number, one of TEXT is a string,
+one of VALUE any value of Python's that it names."""
 
 PER_SEQUENCE: Final = "sequence"
 """The rule of a field that has one value, or one tensor of a fixed shape, per sequence."""
 
 TEXT: Final = "text"
 """The rule of a field that has one string per sequence. It travels as a payload of UTF-8 bytes."""
+
+VALUE: Final = "value"
+"""The rule of a field that has one value of Python's per sequence: None, a bool, an int, a float, a
+string, or a tuple of these. It arrives equal and of the same type. It travels as a payload of bytes
+of JSON, whose lists are tuples."""
+
+AS_BYTES: Final = (TEXT, VALUE)
+"""The rules of fields that travel as bytes, and arrive as tuples of Python's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +84,18 @@ class Payload:
 
 
 Rules = Mapping[str, str | Payload]
-"""The rules of fields by name: PER_SEQUENCE, TEXT, or a Payload. Others have a row per token."""
+"""The rules of fields by name: PER_SEQUENCE, TEXT, VALUE, or a Payload. Others have a row per
+token."""
 
 
 def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload]:
     """Return the rules. ValueError where one is no rule, or names a field that has none."""
     rules = dict(fields or {})
     for name, rule in rules.items():
-        if rule not in (PER_SEQUENCE, TEXT) and not isinstance(rule, Payload):
+        if rule not in (PER_SEQUENCE, *AS_BYTES) and not isinstance(rule, Payload):
             raise ValueError(
-                f"fields[{name!r}] is {rule!r}, expected {PER_SEQUENCE!r}, {TEXT!r} or an "
-                "hcp.Payload: a field with one row per token needs no rule"
+                f"fields[{name!r}] is {rule!r}, expected {PER_SEQUENCE!r}, {TEXT!r}, "
+                f"{VALUE!r} or an hcp.Payload: a field with one row per token needs no rule"
             )
         parent = rule.per_unit_of if isinstance(rule, Payload) else None
         if parent is not None:
@@ -98,7 +109,7 @@ def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload
         raise ValueError(
             f"fields[{loss_mask!r}] is given, expected none: the loss mask has one row per token"
         )
-    return {name: Payload() if rule == TEXT else rule for name, rule in rules.items()}
+    return {name: Payload() if rule in AS_BYTES else rule for name, rule in rules.items()}
 
 
 # ---- what the samples have -----------------------------------------------------------------------
@@ -132,7 +143,9 @@ def _in_tensor(value: Any, name: str, i: int, rules: Rules) -> Tensor:
     a string."""
     rule = rules.get(name)
     if rule == TEXT and isinstance(value, str):
-        return torch.tensor(list(value.encode()), dtype=torch.uint8, device="cpu")
+        return _bytes_of(value.encode())
+    if rule == VALUE and _is_plain(value):
+        return _bytes_of(json.dumps(value).encode())
     number = isinstance(value, float | int) or getattr(value, "shape", None) == ()
     if number and rule == PER_SEQUENCE:
         try:
@@ -141,7 +154,7 @@ def _in_tensor(value: Any, name: str, i: int, rules: Rules) -> Tensor:
             pass  # a text or a date of numpy's, or an integer of more than 64 bits
     raise ValueError(
         f"samples[{i}][{name!r}] is {_shown(value)}, expected "
-        + ("a string" if rule == TEXT else _EXPECTED[type(rule)])
+        + (_FOR_BYTES.get(str(rule)) or _EXPECTED[type(rule)])
         + (_FOR_NUMBERS.format(name) if number and rule is None else "")
     )
 
@@ -149,10 +162,16 @@ def _in_tensor(value: Any, name: str, i: int, rules: Rules) -> Tensor:
 _EXPECTED: dict[type, str] = {
     type(None): "a tensor (tokens, ...)",
     str: "a number of at most 64 bits, or a tensor of a fixed shape: the rule of strings is "
-    "'text'; give other objects a number, such as an index into a list that every rank has",
+    "'text', that of tuples and None 'value'; give other objects a number, such as an index into a "
+    "list that every rank has",
     Payload: "a tensor (rows, ...)",
 }
 """By the type of a field's rule."""
+
+_FOR_BYTES = {
+    TEXT: "a string",
+    VALUE: "None, a bool, an int, a float, a string, or a tuple of these",
+}
 
 _FOR_NUMBERS = ", or for a value of the whole sequence fields={{{!r}: 'sequence'}}"
 
@@ -163,10 +182,26 @@ def _shown(value: Any) -> str:
     return said if len(said) <= 60 else kind
 
 
-def texts_of(rows: Tensor, cu_seqlens: Tensor) -> tuple[str, ...]:
-    """Return the string of each sequence, given the bytes of all of them and their bounds."""
+def _bytes_of(given: bytes) -> Tensor:
+    return torch.tensor(list(given), dtype=torch.uint8, device="cpu")
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _in_tuples(value: Any) -> Any:
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
+
+
+def from_bytes(rule: object, rows: Tensor, cu_seqlens: Tensor) -> tuple[Any, ...]:
+    """Return the value of each sequence, given the bytes of all of them and their bounds.
+    ``rule``: one of AS_BYTES."""
     joined, bounds = bytes(rows.tolist()), cu_seqlens.tolist()
-    return tuple(joined[start:end].decode() for start, end in itertools.pairwise(bounds))
+    texts = [joined[start:end].decode() for start, end in itertools.pairwise(bounds)]
+    return tuple(texts if rule == TEXT else (_in_tuples(json.loads(text)) for text in texts))
 
 
 def length_of(sample: Sample, i: int, rules: Rules) -> int:

@@ -258,20 +258,22 @@ class Trees:
         """
         return [values[-1] for values in self.by_rollout(rows)]
 
-    def by_tree(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Stack one value of each rollout by tree, for a payload "whole": see
-        :class:`TreeValues`.
+    def by_tree(self, values: Sequence[Any]) -> list[Any]:
+        """Collect one value of each rollout by tree.
 
         Args:
-            values: of each rollout, (...) of one shape.
+            values: of each rollout: numbers, or tensors of one shape, for a payload "whole" (see
+                :class:`TreeValues`); or other values of Python's, for the rule "value".
 
         Returns:
-            Of each tree, (its rollouts, ...).
+            Of each tree, a tensor (its rollouts, ...), or a tuple of its rollouts' values.
         """
         if len(values) != len(self.rollout_lengths):
             raise ValueError(
                 f"values has {len(values)} items, expected {len(self.rollout_lengths)}: rollouts"
             )
+        if any(value is None or isinstance(value, str | tuple) for value in values):
+            return [tuple(values[i] for i in own) for own in self.rollouts]
         given = [torch.as_tensor(value) for value in values]
         return [torch.stack([given[i] for i in own]) for own in self.rollouts]
 

@@ -251,6 +251,49 @@ def test_samples_that_were_gathered_keep_their_strings() -> None:
     assert hcp.loopback(1, texts) == [TEXTS]
 
 
+def test_strings_and_numbers_may_go_to_dispatch_as_they_are() -> None:
+    def given(groups: Any) -> tuple[Any, Any]:
+        rules = {"uid": "text", "reward": "sequence"}
+        samples: list[Any] = [{"x": torch.zeros(2), "uid": "a", "reward": 1.5}]
+        plan = hcp.plan([2], ranks=1, max_tokens_per_rank=8)
+        ((_, local),) = hcp.dispatch(plan, samples, [0], groups, fields=rules)
+        return local.uid, local.reward.tolist()
+
+    assert hcp.loopback(1, given) == [(("a",), [1.5])]
+
+
+VALUES = [
+    None, True, 0, -(2**70), 0.1, float("inf"), -0.0, "", "\u6f22 \ud800", (),
+    ("step 7", 3, (0.5, None), ((),)),
+]  # fmt: skip
+
+
+def test_values_of_python_arrive_equal_and_of_the_same_types() -> None:
+    def values(groups: Any) -> list[tuple[int, Any]]:
+        rank, rules = groups.transport.rank, {"info": "value"}
+        samples: list[Any] = [
+            {"x": torch.zeros(9), "info": value} for value in (VALUES if rank == 1 else [])
+        ]
+        lengths, sources, _ = hcp.gather_lengths(samples, groups, fields=rules)
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=9, min_degree=2)
+        step = hcp.dispatch(plan, samples, sources, groups, fields=rules)
+        return [x for cp, local in step for x in zip(cp.layout.sequences, local.info, strict=True)]
+
+    for found in hcp.loopback(2, values):
+        assert sorted(i for i, _ in found) == list(range(len(VALUES)))
+        assert [repr(dict(found)[i]) for i in range(len(VALUES))] == list(map(repr, VALUES))
+
+
+def test_ranks_with_other_rules_of_bytes_are_an_error() -> None:
+    def given(groups: Any) -> None:
+        rules: Any = {"uid": ("text", "value")[groups.transport.rank]}
+        plan = hcp.plan([2, 2], ranks=2, max_tokens_per_rank=8)
+        hcp.dispatch(plan, [{"x": torch.zeros(2), "uid": "a"}], [0, 1], groups, fields=rules)
+
+    with pytest.raises(hcp.HcpError, match="give every rank the same fields="):
+        hcp.loopback(2, given)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -312,6 +355,16 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         of_three(image=1.5),
         {"image": "text"},
         r"\['image'\] is float 1.5, expected a str",
+    ),
+    "no value": (
+        of_three(image=[1, 2]),
+        {"image": "value"},
+        r"\['image'\] is list \[1, 2\], expected None, a bool, an int, a float, a string, or a",
+    ),
+    "no value inside": (
+        of_three(image=("a", {1: 2})),
+        {"image": "value"},
+        r"\['image'\] is tuple \('a', \{1: 2\}\), expected None, a bool",
     ),
     "a text of numpy": (
         of_three(image=numpy.str_("uid-7")),

@@ -169,6 +169,7 @@ def test_equal_rollouts_share_all_but_their_last_rows() -> None:
     ends = trees.ends([torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0])])
     assert [float(each) for each in ends] == [1.0, 2.0, 3.0]
     assert [each.tolist() for each in trees.by_tree([7, 8, 9])] == [[7, 8, 9]]
+    assert trees.by_tree(["a", None, ("b", 1)]) == [("a", None, ("b", 1))]
 
 
 def test_tokens_of_any_integers_give_the_same_trees() -> None:
