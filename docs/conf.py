@@ -90,6 +90,7 @@ CONTENTS = {
         "guides/lightning",
         "guides/torchtitan",
         "guides/rl",
+        "guides/draft-heads",
     ],
     "Guides": [
         "guides/evaluation",
