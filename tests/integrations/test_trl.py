@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from importlib import metadata
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def build():
     transformers.logging.set_verbosity_error()
     torch.manual_seed(7)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+
+def build_experts():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(7)
+    sizes = SMALL | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
 
 
 def text(length, seed):
@@ -289,6 +299,75 @@ def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):
             assert a == pytest.approx(b, abs=1e-2)
 
 
+# ---- experts -------------------------------------------------------------------------------------
+
+BALANCE = 0.5
+
+
+def fine_tune_experts(rank, size, folder, hcps, options):
+    given = IN_ORDER | {"router_aux_loss_coef": BALANCE, "gradient_accumulation_steps": 1} | options
+    trainer = made("SFT", size, folder, pairs(), hcps, given, model=build_experts())
+    return losses_of(trainer), weights_of(trainer.model)
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_the_loss_of_experts_in_fine_tuning_is_trls_of_one_sequence_in_a_batch(tmp_path):
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    ((expected, weights),) = run_ranks(1, fine_tune_experts, tmp_path / "1", False, one)
+    without = {"router_aux_loss_coef": 0.0}
+    plain, _ = run_ranks(2, fine_tune_experts, tmp_path / "0", True, without)[0]
+    assert expected[0] - plain[0] > BALANCE  # equal loads have the experts of a token, 2
+    for losses, found in run_ranks(2, fine_tune_experts, tmp_path / "2", True, {}):
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert max(float((found[n] - w).abs().max()) for n, w in weights.items()) < 2e-3
+
+
+def by_sequence(own):
+    """Transformers' loss of routers, of each sequence of a padded batch alone: their mean."""
+
+    def mean(router_logits, experts, chosen, mask):
+        size, length = mask.shape
+        rows = [x.view(size, length, -1) for x in router_logits]
+        each = [
+            own(tuple(x[i][mask[i].bool()] for x in rows), experts, chosen) for i in range(size)
+        ]
+        return torch.stack(each).mean()
+
+    return mean
+
+
+def prefer_experts(rank, size, folder, hcps, coefficient):
+    from transformers.models.mixtral import modeling_mixtral
+
+    options = {"train_sampling_strategy": "sequential", "beta": 0.5, "max_steps": 2}
+    options |= {"router_aux_loss_coef": coefficient}
+    trainer = made(
+        *("DPO", size, folder, preferences(), hcps, options),
+        model=build_experts(),
+        ref_model=build_experts(),
+    )
+    own = by_sequence(modeling_mixtral.load_balancing_loss_func)
+    with mock.patch.object(modeling_mixtral, "load_balancing_loss_func", None if hcps else own):
+        losses = losses_of(trainer)
+    logged = [entry["aux_loss"] for entry in trainer.state.log_history if "aux_loss" in entry]
+    return losses, logged, weights_of(trainer.model)
+
+
+def test_the_loss_of_experts_in_preference_optimization_is_that_of_each_sequence(tmp_path):
+    """TRL's own of each alone, of one rank, whose batch has the sequences of both."""
+    ((expected, logged, weights),) = run_ranks(1, prefer_experts, tmp_path / "1", False, BALANCE)
+    plain, *_ = run_ranks(1, prefer_experts, tmp_path / "0", False, 0.0)[0]
+    assert expected[0] - plain[0] > BALANCE
+    results = run_ranks(2, prefer_experts, tmp_path / "2", True, BALANCE)
+    assert sum(losses[0] for losses, *_ in results) / 2 == pytest.approx(expected[0], abs=1e-3)
+    for _, aux, found in results:
+        assert aux == pytest.approx(logged, abs=1e-3)
+        assert max(float((found[n] - w).abs().max()) for n, w in weights.items()) < 2e-3
+
+
 # ---- logs ----------------------------------------------------------------------------------------
 
 
@@ -318,16 +397,12 @@ def test_the_log_of_a_training_has_no_steps_of_the_one_before(kind, tmp_path):
 
 
 def refuse(rank, size, folder):
-    import transformers
-
     make = partial(made, size=size, folder=folder, hcps=True)
     with pytest.raises(ValueError, match=r"SFTConfig\.loss_type is 'dft', expected 'nll'"):
         make("SFT", data=pairs(), options={"loss_type": "dft"})
-    sizes = SMALL | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
-    with pytest.raises(ValueError, match=r"in TRL say router_aux_loss_coef=0\.0"):
-        make("SFT", data=pairs(), options={}, model=experts)
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.001, expected 0\.0"):
+    experts = build_experts()
+    experts.config.output_router_logits = True  # which TRL leaves as it is
+    with pytest.raises(ValueError, match=r"output_router_logits is True, .* or in TRL's options"):
         make("DPO", data=preferences(), options={}, model=experts, ref_model=build())
     config = hcp.Config(**CONFIG, eval_context_parallel_size=1)
     with pytest.raises(ValueError, match="eval_context_parallel_size is 1, expected None: DPO"):

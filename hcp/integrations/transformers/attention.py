@@ -150,8 +150,8 @@ def _check_config(config: Any) -> None:
         raise ValueError(
             f"{name}.output_router_logits is True, expected False: the model's own loss of its "
             "routers is of the rows of a rank, so it would depend on the plan. Give "
-            "router_aux_loss_coef= to hcp's Trainer or causal_lm_loss, which has that of each "
-            "sequence (in TRL say router_aux_loss_coef=0.0)"
+            "router_aux_loss_coef= to hcp's Trainer, to causal_lm_loss, or in TRL's options: hcp "
+            "computes that of each sequence"
         )
     for attribute, value in capacities(config):
         raise ValueError(

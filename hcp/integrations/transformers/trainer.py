@@ -105,6 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         check_model_config(cp)
         super().__init__(*positional, **keywords)
+        self.router_aux_loss_coef = self._coefficient_of_routers(router_aux_loss_coef)
         _check(self)
         check_model(self.model)
         check_softcap(self.model, self.args.device, compute_dtype(self.args, self.model))
@@ -119,8 +120,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
         self.linear_cross_entropy = linear_cross_entropy
-        self.router_aux_loss_coef = router_aux_loss_coef
-        if router_aux_loss_coef:
+        if self.router_aux_loss_coef:
             check_routers(self.model)
         if linear_cross_entropy:
             linear_head(self.model)
@@ -130,6 +130,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.to_sample = to_sample or own
         self._means = MeanMetrics()
         self.add_callback(LoaderPosition())
+
+    def _coefficient_of_routers(self, given: float) -> float:
+        return given
 
     # ---- training ----
 

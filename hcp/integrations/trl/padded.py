@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from hcp.groups.process_groups import ProcessGroups
@@ -26,6 +27,11 @@ from hcp.integrations.transformers.attention import (
     register_hcp_attention,
 )
 from hcp.integrations.transformers.model import model_inputs
+from hcp.integrations.transformers.routers import (
+    check_routers,
+    record_routers,
+    router_aux_loss,
+)
 from hcp.integrations.transformers.trainer import compute_dtype
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
@@ -33,7 +39,8 @@ from hcp.step.dispatch import Step
 from hcp.step.planner import StepPlanner
 from hcp.tools.loggers import MeanMetrics
 
-_OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
+_ROUTERS = "output_router_logits"
+_OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache", _ROUTERS}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -102,10 +109,7 @@ def _check(trainer: Any, cp: Config) -> None:
             "one forward, which was not tested with FSDP"
         )
     if trainer.aux_loss_enabled:
-        raise ValueError(
-            f"router_aux_loss_coef is {trainer.router_aux_loss_coef}, expected 0.0: the router's "
-            "loss is no mean over tokens, so it would depend on the plan"
-        )
+        check_routers(trainer.model)
     if cp.too_long != "refuse":
         raise ValueError(
             f"too_long is {cp.too_long!r}, expected 'refuse': {name} needs the results of every "
@@ -139,7 +143,7 @@ def spread_padded(
             given["input_ids"], *more = positional
             if more:
                 raise ValueError("the model was called with several positional arguments")
-        said, step = _computed(fused, given, planner, groups)
+        said, step = _computed(base, fused, given, planner, groups)
         if torch.is_grad_enabled():
             trained.add(step)
         return said
@@ -148,6 +152,7 @@ def spread_padded(
 
 
 def _computed(
+    base: nn.Module,
     fused: Callable[..., Any],
     given: Mapping[str, Any],
     planner: StepPlanner,
@@ -160,15 +165,16 @@ def _computed(
     ]
     if others:
         raise ValueError(
-            f"the model was called with {', '.join(sorted(others))}, expected a batch of text "
-            "without a router's loss (router_aux_loss_coef=0.0): hcp dispatches tokens only"
+            f"the model was called with {', '.join(sorted(others))}, expected a batch of text: hcp "
+            "dispatches tokens only"
         )
     tokens, labels = given["input_ids"], given["labels"]
     kept = _kept(tokens, given.get("attention_mask"))
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
     step = planner.step(samples, groups)
-    rows, names = _own_rows(fused, step)
-    return _padded(rows, names, kept, labels), step
+    rows, names, balance = _own_rows(base, fused, step, balanced=bool(given.get(_ROUTERS)))
+    said = _padded(rows, names, kept, labels)
+    return (said if balance is None else replace(said, aux_loss=balance)), step
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -190,18 +196,27 @@ def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens[kept], "labels": after}
 
 
-def _own_rows(fused: Callable[..., Any], step: Step) -> tuple[list[Tensor], list[str]]:
-    """Return what the model says of the sequences of this rank, (tokens, F) each, and the names of
-    the fields."""
+def _own_rows(
+    base: nn.Module, fused: Callable[..., Any], step: Step, *, balanced: bool
+) -> tuple[list[Tensor], list[str], Tensor | None]:
+    """Return what the model says of the sequences of this rank, (tokens, F) each, the names of the
+    fields, and, if experts are to be balanced, the loss of their routers.
+
+    That loss is the mean over the sequences of all ranks' batches: its mean over the ranks, which
+    TRL takes of gradients and logs, counts each sequence once."""
     names: list[str] = []
     results: list[Tensor] = []
+    shares: list[Tensor] = []
     for cp, local in step:
         labels = cp.at_least_one_row(local.labels, IGNORED).unsqueeze(0)
-        said = fused(**model_inputs(cp, local), shift_labels=labels, fused_lm_head=True)
+        with record_routers(base) if balanced else contextlib.nullcontext() as routed:
+            said = fused(**model_inputs(cp, local), shift_labels=labels, fused_lm_head=True)
+        if routed is not None:
+            shares.append(router_aux_loss(cp, routed, grad_reduce="mean"))
         names = [name for name in _FIELDS if getattr(said, name) is not None]
         fields = torch.stack([getattr(said, name)[0].float() for name in names], 1)
         results.append(fields[: cp.rows])
-    return step.combine(results), names
+    return step.combine(results), names, torch.stack(shares).sum() if shares else None
 
 
 def _padded(

@@ -30,6 +30,9 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
     Takes the arguments of both. Rows that TRL has packed are taken apart into their documents, so
     no token sees another document. Labels are those that TRL makes of completions or assistants'
     turns. TRL's own metrics (entropy, token accuracy) are not logged.
+
+    Experts are balanced by `SFTConfig.router_aux_loss_coef`, in training: a mean over sequences,
+    see `router_aux_loss`.
     """
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
@@ -46,6 +49,14 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
                 "the processing class is of a model with images, expected a tokenizer: hcp "
                 "dispatches tokens only"
             )
+
+    def _coefficient_of_routers(self, given: float) -> float:
+        """That of TRL's options, or of the model's configuration, unless one is given. The model's
+        own loss is of the rows of a rank, and not asked for."""
+        own = float(self.router_aux_loss_coef) if self.aux_loss_enabled else 0.0
+        if self.aux_loss_enabled:
+            self.model.config.get_text_config().output_router_logits = False
+        return given or own
 
     def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
         with self.maybe_activation_offload_context:
