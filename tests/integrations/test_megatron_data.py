@@ -27,7 +27,7 @@ from hcp.integrations.megatron import (
     versions,
 )
 from hcp.integrations.megatron.attention_backend import backend_of
-from hcp.integrations.megatron.megatron_checks import check_experts
+from hcp.integrations.megatron.megatron_checks import check_experts, unfit_dispatcher
 from hcp.integrations.megatron.program import program_arguments
 
 needs_megatron = pytest.mark.skipif(
@@ -1015,6 +1015,9 @@ def refuse_experts(rank, size):
         with pytest.raises(ValueError, match=r"expert_tensor_parallel_size is 2 with .* on CPUs"):
             check_experts(config(**given), groups)
         check_experts(config(**given, expert_tensor_parallel_size=1), groups)
+        given["moe_token_dispatcher_type"] = "flex"
+        with pytest.raises(ValueError, match=r"type is 'flex' on CPUs, expected 'alltoall': the"):
+            check_experts(config(**given, expert_tensor_parallel_size=1), groups)
 
     said = []
     logger, handler = logging.getLogger("hcp"), logging.Handler()
@@ -1031,6 +1034,37 @@ def refuse_experts(rank, size):
             check_experts(config(**losses))
     logger.removeHandler(handler)
     return said
+
+
+def dispatcher(**options):
+    """The options that a check of dispatchers reads, of experts over two ranks."""
+    plain = dict(expert_model_parallel_size=2, moe_token_dispatcher_type="flex")
+    return SimpleNamespace(**{**plain, "moe_flex_dispatcher_backend": "deepep", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "expected"),
+    [
+        (dict(moe_token_dispatcher_type="alltoall"), 2, None),
+        (dict(moe_token_dispatcher_type="allgather"), 1, "as many rows from each rank"),
+        (dict(moe_token_dispatcher_type="allgather", expert_model_parallel_size=1), 1, None),
+        (dict(moe_token_dispatcher_type="allgather", expert_model_parallel_size=1), 2, "as many"),
+        (dict(), 2, None),
+        (dict(moe_flex_dispatcher_backend="hybridep"), 1, "without moe_hybridep_pad_uneven"),
+        (
+            dict(
+                moe_flex_dispatcher_backend="hybridep", moe_hybridep_pad_uneven_dispatch_inputs=True
+            ),
+            1,
+            None,
+        ),
+        (dict(moe_flex_dispatcher_backend="ncclep"), 1, "rows of the first micro-batch"),
+    ],
+)
+def test_dispatchers_that_cannot_take_the_rows_of_a_plan_are_named(options, stages, expected):
+    reasons = [why for _, why in unfit_dispatcher(dispatcher(**options), stages)]
+    assert len(reasons) == (expected is not None)
+    assert all(expected in why for why in reasons)
 
 
 @needs_megatron

@@ -165,6 +165,12 @@ def test_pretrain_gpt_trains_and_evaluates_under_the_launcher(folder):
 # ---- Flags ---------------------------------------------------------------------------------------
 
 
+SPREAD = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2"),
+    *("--moe-token-dispatcher-type", "flex"),
+)
+
+
 def parsed(*flags):
     """Megatron-LM's arguments, as far as hcp reads them."""
     parser = argparse.ArgumentParser()
@@ -174,6 +180,7 @@ def parsed(*flags):
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--num-experts", type=int)
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--moe-flex-dispatcher-backend", default="deepep")
     parser.add_argument("--cuda-graph-impl", default="none")
     parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int)
     parser.add_argument("--sequence-packing-scheduler", choices=("dp_balanced",))
@@ -271,6 +278,10 @@ def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
         (
             (*DYNAMIC, "--num-experts", "4", "--expert-model-parallel-size", "2"),
             "give --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            (*DYNAMIC, *SPREAD, "--moe-flex-dispatcher-backend", "hybridep"),
+            "--moe-flex-dispatcher-backend hybridep does not go with hcp: without moe_hybridep",
         ),
     ],
 )

@@ -71,6 +71,12 @@ CASES = {
         dict(qk_layernorm=True, kv_channels=16),
         lengths=EIGHT,
     ),
+    "flex experts": Case(
+        EXPERTS,
+        dict(moe_token_dispatcher_type="flex", moe_router_dtype="fp32"),
+        builder="flex",
+        lengths=EIGHT,
+    ),
     "balanced experts": Case(
         (*EXPERTS, "--clip-grad", "0"),
         dict(
@@ -181,6 +187,7 @@ def test_experts_over_two_ranks_train_as_one_rank_does(static):
 
 
 SPREAD = ("--expert-model-parallel-size", "2")
+OVER_FOUR = ("--expert-model-parallel-size", "4")
 SHARED = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
@@ -191,13 +198,28 @@ SHARED = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
         (4, ()),
         (4, ("--context-parallel-size", "4")),
         (4, SPREAD),
+        (4, OVER_FOUR),
+        (4, (*OVER_FOUR, "--context-parallel-size", "4")),
         (4, SHARED),
         (4, (*SHARED, *SPREAD, "--expert-tensor-parallel-size", "1")),
+        (4, (*SHARED, *OVER_FOUR, "--expert-tensor-parallel-size", "1")),
         (4, ("--pipeline-model-parallel-size", "2")),
     ],
 )
 def test_losses_and_biases_of_routers_are_those_of_each_document_alone(ranks, flags):
     agree("balanced experts", ranks, *flags, losses=1e-9, gradients=1e-10, moves=ranks > 2)
+
+
+WHOLE = ("--expert-tensor-parallel-size", "1")
+"""The ranks of a tensor-parallel group each hold whole experts."""
+
+
+@pytest.mark.parametrize(
+    "flags", [SPREAD, OVER_FOUR, (*OVER_FOUR, *SHARED, *WHOLE)], ids=["EP 2", "EP 4", "EP 4, TP 2"]
+)
+def test_experts_by_the_flex_dispatcher_train_as_one_rank_does(flags):
+    """Of DeepEP, whose exchanges a stand-in makes over Gloo."""
+    agree("flex experts", 4, *flags)
 
 
 def test_experts_of_tensor_parallel_ranks_train_as_one_rank_does():

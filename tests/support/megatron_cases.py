@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import hcp
 from hcp.planning.limits import rows_up_to
 from hcp.tools.check import check_plan
+from support.deep_ep import deep_ep_over_gloo
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
         from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
-    wide = wide_routers() if case.builder == "wide" else contextlib.nullcontext()
-    with megatron_on_cpu(), wide, own_losses_of_experts():
+    more = {"wide": wide_routers, "flex": deep_ep_over_gloo}
+    around = more.get(case.builder or "", contextlib.nullcontext)()
+    with megatron_on_cpu(), around, own_losses_of_experts():
         return body()
 
 
@@ -419,6 +421,12 @@ def build_own(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
     )
 
 
+def build_own_alltoall(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    """On one rank, where the flex dispatcher refuses to run."""
+    config.moe_token_dispatcher_type = "alltoall"
+    return build_own(job, config, vp_stage)
+
+
 def build_own_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
     from support.megatron_models import mamba_hybrid
 
@@ -443,10 +451,12 @@ BUILDERS: dict[str | None, Any] = {
     "hybrid": build_hybrid,
     "float64": build_in_float64,
     "wide": build_in_float64,
+    "flex": None,
 }
 OWN_BUILDERS: dict[str | None, Any] = {
     None: build_own,
     "hybrid": build_own_hybrid,
     "float64": build_own_in_float64,
     "wide": build_own_in_float64,
+    "flex": build_own_alltoall,
 }

@@ -23,20 +23,42 @@ def check_experts(config: Any, groups: Any = None) -> None:
         return
     for name, given, why in _refused(config):
         raise ValueError(f"config.{name} is {given!r}, {why}")
-    if config.moe_token_dispatcher_type == "allgather" and _of(config, _EXPERT_RANKS) > 1:
+    for name, why in unfit_dispatcher(config):
         raise ValueError(
-            "config.moe_token_dispatcher_type is 'allgather' with expert_model_parallel_size "
-            f"{_of(config, _EXPERT_RANKS)}, expected 'alltoall': it gathers as many rows from each "
-            "rank, and every rank has those that the plan gives it"
+            f"config.{name} is {getattr(config, name)!r} with expert_model_parallel_size "
+            f"{_of(config, _EXPERT_RANKS)}, expected moe_token_dispatcher_type 'alltoall': {why}"
         )
     group = getattr(groups, "tp", None)
     if group is not None and dist.get_backend(group) == "gloo":
+        _check_flex_on_cpus(config.moe_token_dispatcher_type)
         check_gloo(_of(config, "expert_tensor_parallel_size"), _of(config, _EXPERT_RANKS))
     for name, given in _warned(config):
         _warn_once(
             f"config.{name} is {given!r}: this loss is of all rows of a micro-batch, so it, and "
             "its gradients, depend on the plan, as they depend on the packing in Megatron itself; "
             "moe_router_load_balancing_type='seq_aux_loss', or expert biases, do not"
+        )
+
+
+def unfit_dispatcher(config: Any, stages: int = 1) -> Iterator[tuple[str, str]]:
+    """Yield (option, reason) of a dispatcher that cannot take the rows of a plan, of Megatron's
+    config or of options by the same names. `stages`: of the pipeline, whose rows vary."""
+    kind, spread = config.moe_token_dispatcher_type, _of(config, _EXPERT_RANKS) > 1
+    if kind == "allgather" and (spread or stages > 1):
+        yield "moe_token_dispatcher_type", f"it takes {_EQUAL_ROWS}"
+    backend = _of(config, _BACKEND) if kind == "flex" else None
+    if backend == "hybridep" and spread and not _of(config, _PADDED):
+        yield _BACKEND, f"without {_PADDED} (Megatron-Core 0.19) it takes {_EQUAL_ROWS}"
+    if backend == "ncclep":
+        why = "its buffers hold the rows of the first micro-batch, and a later one may have more"
+        yield _BACKEND, why
+
+
+def _check_flex_on_cpus(dispatcher: str) -> None:
+    if dispatcher == "flex":
+        raise ValueError(
+            "config.moe_token_dispatcher_type is 'flex' on CPUs, expected 'alltoall': the "
+            "exchanges of all its backends run on GPUs"
         )
 
 
@@ -53,6 +75,9 @@ def check_gloo(expert_tensor_size: int, expert_ranks: int) -> None:
 
 
 _EXPERT_RANKS = "expert_model_parallel_size"
+_BACKEND = "moe_flex_dispatcher_backend"
+_PADDED = "moe_hybridep_pad_uneven_dispatch_inputs"
+_EQUAL_ROWS = "as many rows from each rank, and every rank has those that the plan gives it"
 
 
 def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:

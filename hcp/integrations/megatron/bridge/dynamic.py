@@ -21,6 +21,7 @@ from hcp.integrations.megatron.lm.logged import Writers
 from hcp.integrations.megatron.lm.schedule import PlannedSchedule
 from hcp.integrations.megatron.lm.seams import with_layers
 from hcp.integrations.megatron.megatron_arguments import config_from_args
+from hcp.integrations.megatron.megatron_checks import unfit_dispatcher
 
 OPTIONS = (
     *("sequence_packing_scheduler", "min_dynamic_context_parallel_size", "ranks_per_node"),
@@ -163,10 +164,9 @@ def _refused(config: Any) -> Iterator[tuple[str, str]]:
     for name, (value, why) in given.items():
         if value:
             yield name, why
-    spread = model.expert_model_parallel_size > 1 or model.pipeline_model_parallel_size > 1
-    if model.num_moe_experts and spread and model.moe_token_dispatcher_type == "allgather":
-        why = "it takes as many rows from each rank; choose alltoall"
-        yield "model.moe_token_dispatcher_type=allgather", why
+    if model.num_moe_experts:
+        for option, why in unfit_dispatcher(model, stages=model.pipeline_model_parallel_size):
+            yield f"model.{option}={getattr(model, option)}", f"{why}; choose alltoall"
 
 
 def _check_model(chunks: Any, kind: type) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hcp.integrations.megatron.megatron_arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.megatron_checks import unfit_dispatcher
 from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS, Config
 
 _SCHEDULER = "--sequence-packing-scheduler"
@@ -125,10 +126,10 @@ def _refused(args: Any, config: Config) -> Iterator[tuple[str, str]]:
     for name, why in fixed.items():
         if _of(args, name):
             yield f"--{name.replace('_', '-')}", why
-    spread = args.expert_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1
-    if args.num_experts and spread and args.moe_token_dispatcher_type == "allgather":
-        why = "it takes as many rows from each rank; give --moe-token-dispatcher-type alltoall"
-        yield "--moe-token-dispatcher-type allgather", why
+    if args.num_experts:
+        for name, why in unfit_dispatcher(args, stages=args.pipeline_model_parallel_size):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            yield flag, f"{why}; give --moe-token-dispatcher-type alltoall"
     eager = hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local"
     if eager and args.context_parallel_size > 1 and {*config.comm_types} != {"all_gather"}:
         why = "branch dev takes --cp-comm-type all_gather alone with --transformer-impl local"
