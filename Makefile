@@ -158,7 +158,7 @@ test-trainer-torchtitan: FORCE
 	$(MAKE) setup-trainer VIRTUAL_ENV=$(TRAINER)
 	$(call install,$(TRAINER)) --upgrade $(call at,torchtitan)
 	$(call install,$(TRAINER)) --no-deps triton==3.7.1
-	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)"
+	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_experts.py tests/project/test_docs.py -k torchtitan $(ARGS)"
 
 # The wheel of Megatron-LM's training code asks for Python 3.12, and for what a GPU needs.
 test-trainer-megatron_lm: TRAINER = $(CURDIR)/.venv-megatron_lm

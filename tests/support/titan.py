@@ -50,8 +50,13 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import (  # noqa: E402
+    TORCH_DTYPE_MAP,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
+from torchtitan.models.common import token_dispatcher  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
 
@@ -214,6 +219,47 @@ def experts_in_float32() -> Iterator[None]:
         vars_of[0].bfloat16, vars_of[1]._grouped_mm = narrow, own
 
 
+class _Wide:
+    """Stands in for torch in a module of torchtitan that rounds to float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Return a context inside which models, FSDP and experts compute in float64, whatever
+    torchtitan rounds to. Build models inside of it."""
+    own = torch.Tensor.double
+    with contextlib.ExitStack() as stack:
+        for name in ("bfloat16", "float"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, own))
+        stack.enter_context(mock.patch.object(GroupedExperts, "_grouped_mm", _grouped_mm))
+        stack.enter_context(mock.patch.object(token_dispatcher, "torch", _Wide()))
+        stack.enter_context(mock.patch.dict(TORCH_DTYPE_MAP, float32=torch.float64))
+        yield
+
+
+def draw_weights(model: Any) -> None:
+    """Draw weights that are equal on any number of ranks. On CPUs those of DTensors are not."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            whole += 1.0 if "norm" in name else 0.0
+            whole = whole.to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                whole = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 class CpuTrainer(ContextParallelTrainer):
     """A trainer over Gloo, which lacks the sum with a factor that FSDP2 asks for."""
 
@@ -292,20 +338,9 @@ class Run:
             MetricsProcessor, "log", lambda _, *given, **named: self._log(*given, **named)
         ):
             self.trainer = config.build()
-        self._same_weights()
+        draw_weights(self.trainer.model_parts[0])
         processor = self.trainer.metrics_processor
         processor.log_validation = lambda loss, step, **_: self.validations.append(loss)
-
-    def _same_weights(self) -> None:
-        """Draw weights that are equal on any number of ranks. On CPUs those of DTensors are not."""
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for name, parameter in self.trainer.model_parts[0].named_parameters():
-                whole = 0.05 * torch.randn(parameter.shape, generator=generator)
-                whole += 1.0 if "norm" in name else 0.0
-                if isinstance(parameter, DTensor):
-                    whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-                parameter.copy_(whole)
 
     def _log(
         self,
@@ -331,16 +366,22 @@ class Run:
         torch.distributed.all_reduce(tokens)
         tokens //= trainer.parallel_dims.tp  # whose ranks load the same
         trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
-        return {
-            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            for name, p in trainer.model_parts[0].named_parameters()
-        }
+        return {name: _whole(p.grad) for name, p in self._parameters()}
+
+    def weights(self) -> dict[str, Any]:
+        """Return the whole parameters by name."""
+        return {name: _whole(p.detach()) for name, p in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield parameters by the names that they have without checkpointed layers."""
+        for name, parameter in self.trainer.model_parts[0].named_parameters():
+            yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
     def expert_biases(self) -> list[Tensor]:
         """Return the biases by which torchtitan balances the experts of each layer."""
         model = self.trainer.model_parts[0]
         found = [b for name, b in model.named_buffers() if name.endswith("expert_bias_E")]
-        return [b.full_tensor() if isinstance(b, DTensor) else b.clone() for b in found]
+        return [_whole(b).clone() for b in found]
 
     def expert_counts(self) -> list[Tensor]:
         """Return the tokens that this rank has given to each expert since the last update, by

@@ -181,15 +181,15 @@ class ContextParallelTrainer(Trainer):
 
         Raises torchtitan's DataloaderExhaustedError on all ranks if none has a document.
         """
-        loss = torch.zeros((), device=self.device)
+        losses = []
         if not self.step_in_use.plan.lengths:
             raise DataloaderExhaustedError
         for cp, local in self.step_in_use:
             self.ntokens_seen += cp.rows - cp.layout.padding
             tokens, targets, extra = model_inputs(cp, local)
             self.stand_ins.rows = stand_in_rows(cp, tokens.shape[1])
-            loss += self.fwd_bwd_fn(tokens, targets, global_valid_tokens, extra).detach()
-        return loss
+            losses.append(self.fwd_bwd_fn(tokens, targets, global_valid_tokens, extra).detach())
+        return torch.stack(losses).sum()
 
     def close(self) -> None:
         """Close torchtitan's trainer, then hcp's groups."""
