@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch._utils
-import torch.distributed as dist
 from torch import Tensor
 
 # Without GPUs: what torchtitan asks of a device's module, before it is imported.
@@ -38,8 +37,6 @@ CPU = SimpleNamespace(
 if not ON_GPUS:
     vars(torch._utils)["_get_device_module"] = lambda name: CPU
     vars(torch._utils)["_get_available_device_type"] = lambda: "cpu"
-if not hasattr(dist, "set_timeout"):  # torchtitan 0.3.0 asks for a torch after 2.13
-    vars(dist)["set_timeout"] = lambda timeout, group: None
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402

@@ -425,6 +425,19 @@ def test_the_example_trains_by_torchtitans_own_command_line(tmp_path):
     assert "Training completed" in text
 
 
+def timeouts(rank, size):
+    run = titan.Run(titan.config_of(titan.options(LIMIT), steps=2))
+    run.train()
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    found = backend.options._timeout.total_seconds()
+    run.close()
+    return found
+
+
+def test_torchtitan_shortens_its_timeouts_after_the_first_step_under_any_torch():
+    assert on_ranks(2, timeouts) == [100.0, 100.0]  # comm.train_timeout_seconds
+
+
 def shards(rank, size, parallelism):
     run = titan.Run(titan.config_of(titan.options(LIMIT), parallelism=parallelism, steps=1))
     parameters = list(run.trainer.model_parts[0].parameters())
@@ -609,6 +622,14 @@ def test_options_that_were_not_tested_or_cannot_work_are_refused(options, messag
 def test_planner_options_that_cannot_work_are_refused(planner, message):
     with pytest.raises(ValueError, match=message):
         check_supported(titan.config_of(hcp.Config(LIMIT, **planner)))
+
+
+def test_pipeline_parallelism_is_refused_before_ranks_meet():
+    parallelism = {"pipeline_parallel_degree": 2, "spmd_backend": "partial_dtensor"}
+    config = titan.config_of(titan.options(LIMIT), parallelism=parallelism)
+    with pytest.raises(ValueError, match="pipeline_parallel_degree is 2, expected 1: a stage of"):
+        config.build()
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_model_without_packed_attention_is_refused():

@@ -30,8 +30,6 @@ CPU = SimpleNamespace(
     memory_stats=lambda device=None: {},
     synchronize=lambda: None,
 )
-if not hasattr(torch.distributed, "set_timeout"):  # torchtitan asks for a torch after 2.13
-    vars(torch.distributed)["set_timeout"] = lambda timeout, group: None
 _module_of: Any = torch._utils._get_device_module
 ON_GPU = os.environ.get("TITAN_ON_GPU") == "1"
 if not ON_GPU:

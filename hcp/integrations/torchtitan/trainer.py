@@ -31,6 +31,7 @@ from hcp.integrations.torchtitan.batches import (
     stand_in_rows,
 )
 from hcp.integrations.torchtitan.sizes import sizes_of_decoder
+from hcp.integrations.torchtitan.timeouts import supply_set_timeout
 from hcp.integrations.torchtitan.torchtitan_checks import alignment_of, check_supported
 from hcp.integrations.torchtitan.torchtitan_experts import StandIns
 from hcp.step.ahead import ReadItems
@@ -88,6 +89,7 @@ class ContextParallelTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         check_supported(config)
+        supply_set_timeout()
         super().__init__(config)
         sync = self.planner.sync_where(waiting=waits_in_layers(self.parallel_dims))
         self.planner = replace(self.planner, sync=sync)
