@@ -7,6 +7,7 @@ log_probs = step.combine(log_probs_of(cp, local) for cp, local in step)  # of it
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hcp._validate import expect_sizes
+from hcp._versions import has_seam
 from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.megatron.lm.dev import sample_id_groups
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksLike
 from hcp.planning.plan import Plan
@@ -23,7 +26,10 @@ from hcp.step.dispatch import Step
 from hcp.step.fields import Given
 from hcp.step.planner import StepPlanner
 
-__all__ = ["plan_in_driver", "planned_step", "sequence_weights"]
+__all__ = ["plan_in_driver", "plan_verl", "planned_step", "sequence_weights"]
+
+VERL_SCHEDULES = "verl.utils.dynamic_cp_scheduler"
+VERL_SEAM = "get_megatron_dynamic_cp_scheduler_cls"
 
 
 def plan_in_driver(
@@ -93,3 +99,51 @@ def sequence_weights(loss_mask: Tensor) -> Tensor:
             "padding, and values >= 0"
         )
     return wide / wide.sum().where(wide.sum() > 0, torch.ones_like(wide.sum()))
+
+
+# ---- verl's own dynamic context parallelism ------------------------------------------------------
+
+
+class VerlScheduler:
+    """hcp's planner behind the interface of the Megatron scheduler that verl asks."""
+
+    def __init__(
+        self,
+        *,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        min_cp_size: int = 1,
+        microbatch_group_size_per_vp_stage: int | None = None,
+    ) -> None:
+        self.limit, self.ranks, self.least = (
+            max_seqlen_per_dp_cp_rank,
+            cp_size * dp_size,
+            min_cp_size,
+        )
+        self.micro_batch_group = microbatch_group_size_per_vp_stage
+
+    def get_groups_and_subsamples(
+        self, samples: Sequence[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """Plan samples, each (id, tokens): for each micro-batch, the ids of each rank."""
+        return sample_id_groups(
+            samples,
+            self.ranks,
+            self.limit,
+            min_degree=self.least,
+            micro_batch_group=self.micro_batch_group,
+        )
+
+
+def plan_verl() -> None:
+    """Let hcp plan the micro-batches of verl's `actor.megatron.dynamic_context_parallel`.
+
+    Call it in every worker, before it trains. Raises ImportError for a verl without it."""
+    seam = f"{VERL_SCHEDULES}:{VERL_SEAM}"
+    if not has_seam(seam):
+        raise ImportError(
+            f"verl has no {seam}, expected a verl of August 2026 or later, whose Megatron engine "
+            "has dynamic_context_parallel; with an older one plan in the driver: plan_in_driver"
+        )
+    setattr(importlib.import_module(VERL_SCHEDULES), VERL_SEAM, lambda: VerlScheduler)

@@ -2,6 +2,8 @@
 of whole sequences."""
 
 import pickle
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 
 import hcp
-from hcp.integrations.rl import plan_in_driver, planned_step, sequence_weights
+from hcp.integrations.rl import plan_in_driver, plan_verl, planned_step, sequence_weights
 
 LENGTHS = [5, 17, 2, 9, 1]
 SOURCES = [0, 0, 0, 1, 1]
@@ -129,3 +131,64 @@ def test_a_worker_may_name_windows_and_comm_types_of_its_own():
 def test_weights_of_what_is_no_mask_of_one_sample_are_refused(mask):
     with pytest.raises(ValueError, match=r"loss_mask is of shape .*, expected \(tokens,\) of one"):
         sequence_weights(mask)
+
+
+# ---- verl's own dynamic context parallelism ------------------------------------------------------
+
+
+def its_scheduler():
+    raise RuntimeError("Dynamic CP requires a Megatron-Core build")
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """The modules that verl's main branch asks for its scheduler."""
+    modules = [ModuleType(name) for name in ("verl", "verl.utils")]
+    modules.append(ModuleType("verl.utils.dynamic_cp_scheduler"))
+    modules[-1].get_megatron_dynamic_cp_scheduler_cls = its_scheduler
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return modules[-1]
+
+
+def scheduled_as_verl_does(module, lengths, limit, cp_size, dp_size):
+    """What verl's DynamicCPScheduler.schedule asks for, and the conditions that it raises on."""
+    scheduler = module.get_megatron_dynamic_cp_scheduler_cls()(
+        max_seqlen_per_dp_cp_rank=limit,
+        cp_size=cp_size,
+        dp_size=dp_size,
+        microbatch_group_size_per_vp_stage=None,
+    )
+    batches = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
+    for by_rank in batches:
+        assert len(by_rank) == cp_size * dp_size
+        assert all(by_rank)
+        for ids in by_rank:
+            members = [rank for rank, others in enumerate(by_rank) if others == ids]
+            assert members == list(range(members[0], members[0] + len(members)))
+            assert members[0] % len(members) == 0
+            assert sum(lengths[i] for i in ids) <= limit * len(members)
+    return batches
+
+
+@pytest.mark.parametrize(("cp_size", "dp_size"), [(1, 1), (1, 4), (2, 2), (4, 4)])
+def test_verl_gets_micro_batches_of_hcp_under_its_own_conditions(verl, cp_size, dp_size):
+    plan_verl()
+    made = torch.Generator().manual_seed(cp_size * 10 + dp_size)
+    ranks = cp_size * dp_size
+    lengths = torch.randint(1, 64 * ranks, (40,), generator=made).tolist()
+    batches = scheduled_as_verl_does(verl, lengths, 64, cp_size, dp_size)
+    groups = {(m, *ids) for m, by_rank in enumerate(batches) for ids in map(tuple, by_rank)}
+    assert sorted(i for _, *ids in groups for i in ids) == list(range(40))
+
+
+def test_a_verl_of_ranks_that_are_no_power_of_two_is_refused(verl):
+    plan_verl()
+    with pytest.raises(ValueError, match="the dp_cp group has 3 ranks, expected a power of two"):
+        scheduled_as_verl_does(verl, [5], 64, 1, 3)
+
+
+def test_a_verl_without_its_own_dynamic_context_parallelism_is_refused(verl, monkeypatch):
+    monkeypatch.delattr(verl, "get_megatron_dynamic_cp_scheduler_cls")
+    with pytest.raises(ImportError, match=r"verl has no .*scheduler_cls, expected a verl of "):
+        plan_verl()
