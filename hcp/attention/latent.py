@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hcp.attention.checks import Inputs
+from hcp.attention.kept import current
 from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads
 from hcp.attention.layer import backward, forward, layer_of
 from hcp.attention.prepared import LayerCall, PreparedLayer
@@ -319,6 +320,18 @@ def _of_entries(launch: Launch, grad: Tensor) -> Tensor:
 # ---- the call ------------------------------------------------------------------------------------
 
 
+def _attended(
+    layer: PreparedLayer, call: LayerCall, expansion: Expansion, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
+    query, key, *_ = inputs
+    kernel = _Expanding(layer.kernel, expansion)
+    out, lse, *_ = forward(layer._replace(kernel=kernel), call, inputs)
+    if not kernel.value_dim:  # no rows, or none that sees a key: no launch
+        _, values = expansion.of(key.new_zeros(1, key.shape[2]), query)
+        out = out.new_zeros(*out.shape[:2], values.shape[2])
+    return out, lse
+
+
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -333,11 +346,14 @@ class _LatentAttention(torch.autograd.Function):
         call, expansion = how
         inputs = (query, key, value, sinks)
         layer = layer_of(call, inputs, latent=True)
-        kernel = _Expanding(layer.kernel, expansion)
-        out, lse, *_ = forward(layer._replace(kernel=kernel), call, inputs)
-        if not kernel.value_dim:  # no rows, or none that sees a key: no launch
-            _, values = expansion.of(key.new_zeros(1, key.shape[2]), query)
-            out = out.new_zeros(*out.shape[:2], values.shape[2])
+        kept = current.results
+        recalled = None if kept is None else kept.next()
+        if recalled is None:
+            out, lse = _attended(layer, call, expansion, inputs)
+            if kept is not None:
+                kept.add(out, lse)
+        else:
+            out, lse = recalled
         ctx.save_for_backward(query, key, value, sinks, out, lse, *parameters)
         ctx.layer, ctx.how = layer, how
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp

@@ -24,6 +24,7 @@ import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
 from hcp.attention.checks import Inputs, as_autocast
 from hcp.attention.head_exchange import HeadExchange
+from hcp.attention.kept import current
 from hcp.attention.kernels import Attended, Launch, ResultGrads, scores_of_sinks, wide
 from hcp.attention.key_transfer import cut, rotated_back, sum_gradients
 from hcp.attention.prepared import LayerCall, LayerOptions, PreparedLayer, make_layer
@@ -112,7 +113,15 @@ class _Attention(torch.autograd.Function):
         inputs = (query, key, value, sinks)
         with torch._C._AutoDispatchBelowAutograd():
             layer = layer_of(call, inputs)
-            out, lse, query, key = forward(layer, call, inputs)
+            kept = current.results
+            recalled = None if kept is None else kept.next()
+            if recalled is None:
+                out, lse, query, key = forward(layer, call, inputs)
+                if kept is not None:
+                    kept.add(out, lse)
+            else:
+                out, lse = recalled
+                query, key = _rotated(call.rotary, query, key)
             if call.rotary is not None and any(ctx.needs_input_grad):
                 value = without_others(value)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -160,10 +169,13 @@ def forward(
     if not layer.chunks:
         return _forward(layer, stamp, inputs, rotary)
     query, key, value, sinks = inputs
-    if rotary is not None:
-        query, key = rotary.rotate(query), rotary.rotate(key)
+    query, key = _rotated(rotary, query, key)
     rotated = (query, key, value, sinks)
     return *_forward_in_chunks(layer, stamp, rotated), query, key
+
+
+def _rotated(rotary: Rotary | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return (query, key) if rotary is None else (rotary.rotate(query), rotary.rotate(key))
 
 
 def _forward_in_chunks(layer: PreparedLayer, stamp: Stamp, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,138 @@
+"""Saved tensors in host memory, copied out and back while layers compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEAST_BYTES = 2**16
+"""A smaller tensor stays on the device: its copy would take longer to start than to run."""
+
+
+class HostCopies:
+    """Copies of a model's saved tensors. On GPUs they run on a stream of their own, beside the
+    layers: tensors of one layer leave while the next one computes, and come back while the layer
+    after it runs its backward. On the CPU they are plain copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.Stream(device) if device.type == "cuda" else None
+        self._leaving: _Leaving | None = None
+        self._last: Callable[[], LayerCopies | None] = lambda: None
+
+    def layer(self, parameters: Iterable[Tensor]) -> LayerCopies:
+        """Return the copies of a layer that is about to compute. ``parameters``: its own, which
+        stay where they are."""
+        copies = LayerCopies(self, {_storage(p) for p in parameters}, self._last)
+        self._last = weakref.ref(copies)
+        return copies
+
+    def leave(self, sources: list[Tensor]) -> None:
+        """Let a layer's tensors go once they are copied. Those of the layer before go now, so that
+        the device holds the tensors of two layers at most."""
+        self.drain()
+        if self.stream is not None and sources:
+            self._leaving = _Leaving(self.stream.record_event(), sources)
+
+    def drain(self) -> None:
+        """Wait on the device, not on the host, for copies that are on their way."""
+        if self._leaving is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._leaving.copied)
+            self._leaving = None  # the memory is of the stream that has waited: no more to do
+
+
+class _Leaving:
+    def __init__(self, copied: torch.Event, sources: list[Tensor]) -> None:
+        self.copied, self.sources = copied, sources
+
+
+class LayerCopies:
+    """The tensors that one layer saves in one forward, by the hooks ``pack`` and ``unpack``."""
+
+    def __init__(
+        self, host: HostCopies, stay: set[int], before: Callable[[], LayerCopies | None]
+    ) -> None:
+        self._host, self._stay, self._before = host, stay, before
+        self._known: dict[tuple[Any, ...], tuple[Tensor, Parked]] = {}
+        self._parked: list[weakref.ref[Parked]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | Parked:
+        if not self._goes(tensor):
+            return tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in self._known:  # several operators save the same
+            self._known[key] = tensor, Parked(tensor.detach(), self._host)
+            self._parked.append(weakref.ref(self._known[key][1]))
+        return self._known[key][1]
+
+    def _goes(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device == self._host.device
+            and tensor.nbytes >= LEAST_BYTES
+            and _storage(tensor) not in self._stay
+        )
+
+    def unpack(self, packed: Tensor | Parked) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self._host.drain()
+        tensor = packed.tensor()
+        before, self._before = self._before(), lambda: None
+        if before is not None:  # the layer whose backward is next
+            before.fetch()
+        return tensor
+
+    def computed(self) -> None:
+        """The layer's forward has ended."""
+        self._host.leave([source for source, _ in self._known.values()])
+        self._known.clear()
+
+    def fetch(self) -> None:
+        """Begin to bring back what a backward still needs."""
+        for parked in self._parked:
+            if (one := parked()) is not None:
+                one.fetch()
+
+
+class Parked:
+    """A tensor in host memory."""
+
+    def __init__(self, tensor: Tensor, host: HostCopies) -> None:
+        self._device, self._stream = tensor.device, host.stream
+        self._fetched: Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=host.stream is not None)
+        self._on_stream(self.copy, tensor)
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            self._fetched = torch.empty_like(self.copy, device=self._device, pin_memory=False)
+            self._arrived = self._on_stream(self._fetched, self.copy)
+
+    def tensor(self) -> Tensor:
+        """The tensor on its device again."""
+        self.fetch()
+        assert self._fetched is not None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        return self._fetched
+
+    def _on_stream(self, target: Tensor, source: Tensor) -> torch.Event | None:
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        # Also for the memory of the target, which earlier kernels may still use.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,161 @@
+"""Layers of a model of Transformers' that keep, recompute or offload their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hcp.attention.kept import KeptResults
+from hcp.integrations.transformers.memory.choice import Choice, LayerRows
+from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies
+from hcp.integrations.transformers.memory.mlp_rows import InChunks, mlp_of
+
+
+class Applied:
+    """Layers under a choice. ``remove()`` gives the model its own layers back."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self._replaced: list[nn.Module] = []
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._replaced.append(module)
+
+    def remove(self) -> None:
+        for module in self._replaced:
+            del module.forward
+        self._replaced.clear()
+
+
+def apply(model: nn.Module, choice: Choice) -> Applied:
+    """Let the layers of a model keep, recompute or offload what their backward needs.
+
+    Call it after ``register_hcp_attention`` or before it, and before or after FSDP2's
+    ``fully_shard``; every rank with an equal choice. Losses and gradients are those of the model
+    without it. Forwards without gradients are not changed, but for chunks of MLPs.
+
+    A recomputed layer does not attend again: hcp's attention keeps its output and log-sum-exp.
+    Attention by indices and recurrent layers are computed twice.
+
+    Args:
+        model: a causal language model of Transformers, which may be wrapped.
+        choice: a word for each layer, and the rows of an MLP's chunk.
+
+    Returns:
+        An object whose ``remove()`` undoes it.
+
+    Raises:
+        ValueError: the model has another number of layers, its own gradient checkpointing is on, a
+            choice is applied already, or an MLP cannot be computed in chunks.
+    """
+    layers = layers_of(model)
+    _check(model, layers, choice)
+    words = list(zip(layers, choice.layers, strict=True))
+    again = [layer for layer, word in words if word.startswith("recompute")]
+    mlps = [mlp_of(layer) for layer in again] if choice.mlp_rows else []
+    applied, host = Applied(choice), _Host()
+    for layer, word in words:
+        if word != "keep":
+            applied.replace(layer, _LayerForward(layer, word, host))
+    for mlp in mlps:
+        applied.replace(mlp, InChunks(mlp, choice.mlp_rows))
+    return applied
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder's layers, first to last. Raises ValueError if their number is not that of
+    the model's configuration."""
+    found = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    expected = getattr(text, "num_hidden_layers", None)
+    if not found or (expected is not None and len(found) != expected):
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} layers that can be computed again, expected "
+            f"the {expected} of its configuration: a decoder of GradientCheckpointingLayer alone"
+        )
+    return list(found)
+
+
+def _check(model: nn.Module, layers: list[nn.Module], choice: Choice) -> None:
+    if len(choice.layers) != len(layers):
+        raise ValueError(
+            f"choice.layers has {len(choice.layers)} words, expected {len(layers)}: one for each "
+            f"layer of {type(model).__name__}"
+        )
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        raise ValueError(
+            "gradient checkpointing is on, expected it off: the choice says which layers are "
+            "computed again. Say gradient_checkpointing=False"
+        )
+    if any("forward" in vars(layer) for layer in layers):
+        raise ValueError(
+            "a layer has a forward of its own already, expected that of its class: remove() the "
+            "choice that was applied before"
+        )
+
+
+class _Host:
+    """The copies of a model, made at the first forward: a Trainer moves models to their devices."""
+
+    def __init__(self) -> None:
+        self._copies: HostCopies | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copies": None}  # a copy of the model has its own
+
+    def layer(self, layer: nn.Module, device: torch.device) -> LayerCopies:
+        if self._copies is None or self._copies.device != device:
+            self._copies = HostCopies(device)
+        return self._copies.layer(layer.parameters())
+
+
+class _LayerForward:
+    """The forward of one layer, in the place of its class's. Copies of a model have copies of it,
+    since it names its layer."""
+
+    def __init__(self, layer: nn.Module, word: LayerRows, host: _Host) -> None:
+        self.layer = layer
+        self.compute = _recomputed if word.startswith("recompute") else _kept
+        self.host = host if word.endswith("offload") else None
+
+    def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
+        own, given = partial(type(self.layer).forward, self.layer), (hidden, *others)
+        if not torch.is_grad_enabled():
+            return own(*given, **named)
+        if self.host is None:
+            return self.compute(own, None, given, named)
+        copies = self.host.layer(self.layer, hidden.device)
+        with saved_tensors_hooks(copies.pack, copies.unpack):
+            result = self.compute(own, copies, given, named)
+        copies.computed()
+        return result
+
+
+Own = Callable[..., Any]
+
+
+def _kept(own: Own, copies: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return own(*given, **named)
+
+
+def _recomputed(
+    own: Own, copies: LayerCopies | None, given: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """Hooks of saved tensors that are outside of a checkpoint get its input alone."""
+    results = KeptResults() if copies is None else KeptResults(copies.pack, copies.unpack)
+    return checkpoint(
+        own,
+        *given,
+        use_reentrant=False,
+        context_fn=lambda: (results.keeping(), results.recalling()),
+        **named,
+    )

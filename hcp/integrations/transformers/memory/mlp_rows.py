@@ -1,0 +1,139 @@
+"""An MLP in chunks of rows, of which one alone is in memory with all that it makes inside.
+
+T rows, N of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+NAMES = ("mlp", "feed_forward")
+"""What models call the MLP of a layer."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def mlp_of(layer: nn.Module) -> nn.Module:
+    """Return the MLP of a layer. Raises ValueError unless it computes each row by itself, by
+    matrices alone."""
+    found = [part for name in NAMES if isinstance(part := getattr(layer, name, None), nn.Module)]
+    if not found:
+        raise ValueError(
+            f"choice.mlp_rows: {type(layer).__name__} has none of {NAMES}, expected an MLP under "
+            "one of these names: mlp_rows=0 computes all rows at once"
+        )
+    mlp = found[0]
+    for name, part in mlp.named_modules():
+        own = list(part.parameters(recurse=False))
+        if own and not isinstance(part, nn.Linear | Conv1D):
+            raise ValueError(
+                f"choice.mlp_rows: {type(mlp).__name__} has {name or 'parameters of its own'}, a "
+                f"{type(part).__name__}, expected layers of torch.nn.Linear: experts see all rows "
+                "at once, with mlp_rows=0"
+            )
+        if isinstance(part, nn.Dropout) and part.p > 0:
+            raise ValueError(
+                f"choice.mlp_rows: {type(mlp).__name__}.{name} drops out {part.p}, expected 0: a "
+                "chunk is computed twice"
+            )
+    return mlp
+
+
+class InChunks:
+    """A forward of an MLP, (1, T, hidden) to (1, T, hidden), in chunks of N rows."""
+
+    def __init__(self, mlp: nn.Module, rows: int) -> None:
+        self.mlp, self.rows = mlp, rows
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        forward: Forward = partial(type(self.mlp).forward, self.mlp)
+        if hidden.shape[1] <= self.rows:
+            return forward(hidden)
+        if not torch.is_grad_enabled():
+            return _by_chunks(forward, hidden, self.rows)
+        held = _Rows.apply(hidden)  # type: ignore[no-untyped-call]
+        own = [p for p in self.mlp.parameters() if p.requires_grad]
+        given = held, held.grad_fn, forward, self.rows, *own
+        out: Tensor = _Chunks.apply(*given)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _by_chunks(forward: Forward, hidden: Tensor, rows: int) -> Tensor:
+    out: Tensor | None = None
+    for start in range(0, hidden.shape[1], rows):
+        part = forward(hidden[:, start : start + rows])
+        if out is None:
+            out = part.new_empty(*hidden.shape[:2], part.shape[2])
+        out[:, start : start + rows] = part
+    assert out is not None
+    return out
+
+
+class _Rows(torch.autograd.Function):
+    """Saves the rows before anything is computed of them. A checkpoint that stops once it has all
+    that was saved then ends before the MLP, which computes its chunks in the backward anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Chunks(torch.autograd.Function):
+    """Parameters are inputs, so that each gets one gradient: DDP and FSDP count them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, held: Any, forward: Forward, rows: int, *parameters: Tensor
+    ) -> Tensor:
+        ctx.held, ctx.run, ctx.rows, ctx.parameters = held, forward, rows, parameters
+        ctx.hidden = hidden if held is None else None
+        device = hidden.device.type
+        ctx.autocast = (
+            device,
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_enabled(device),
+        )
+        return _by_chunks(forward, hidden, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hidden: Tensor = ctx.hidden if ctx.held is None else ctx.held.saved_tensors[0]
+        grad_hidden, sums = torch.zeros_like(hidden), [None] * len(ctx.parameters)
+        for start in range(0, hidden.shape[1], ctx.rows):
+            chunk = slice(start, start + ctx.rows)
+            of_rows, *own = _chunk_back(ctx, hidden[:, chunk], grad[:, chunk])
+            if of_rows is not None:  # as it is, unless the MLP is constant
+                grad_hidden[:, chunk] = of_rows
+            sums = [_added(total, more) for total, more in zip(sums, own, strict=True)]
+        grads = [
+            None if total is None else total.to(p.dtype)
+            for total, p in zip(sums, ctx.parameters, strict=True)
+        ]
+        return grad_hidden, None, None, None, *grads
+
+
+def _chunk_back(ctx: Any, rows: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    device, dtype, enabled = ctx.autocast
+    with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+        own = rows.detach().requires_grad_()
+        out = ctx.run(own)
+    return torch.autograd.grad(out, (own, *ctx.parameters), grad, allow_unused=True)
+
+
+def _added(total: Any, more: Tensor | None) -> Any:
+    """Sum in float32 or wider: a parameter's gradient is rounded once."""
+    if more is None:
+        return total
+    wide = more.to(torch.promote_types(more.dtype, torch.float32))
+    return wide if total is None else total.add_(wide)

@@ -1,0 +1,339 @@
+"""Layers of a real model that keep, recompute or offload their rows: equal results, in the memory
+that their choice says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from support.finetuning import documents
+from support.ranks import run_ranks
+
+import hcp
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+from support.sweep import gradients, summed
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LENGTHS = (33, 7, 1, 20)
+ONE_BATCH = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=100)
+MIXED = ("recompute_offload", "offload", "recompute", "keep")
+CHOICES = {
+    "keep": (("keep",) * 4, 0),
+    "recompute": (("recompute",) * 4, 0),
+    "recompute, chunks": (("recompute",) * 4, 5),
+    "offload": (("offload",) * 4, 0),
+    "recompute and offload": (("recompute_offload",) * 4, 3),
+    "mixed": (MIXED, 4),
+}
+
+
+def build(kind="qwen3", dtype=torch.float64, **changes):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(7)
+    config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.to(dtype)
+
+
+def registered(*given, **changes):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build(*given, **changes)
+    register_hcp_attention(model)
+    return model
+
+
+def checkpointing(model):
+    """Transformers' own, under the name of the version that is installed."""
+    old = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+
+@pytest.fixture(autouse=True)
+def _copies_of_any_size():
+    with mock.patch("hcp.integrations.transformers.memory.host.LEAST_BYTES", 1):
+        yield
+
+
+def trained(model, ranks, plan=None, **options):
+    """The loss of a batch over ranks, and its gradients, summed over them."""
+    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample
+
+    data = [causal_lm_sample(d) for d in documents(LENGTHS)]
+    plan = plan or hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=34, min_degree=ranks)
+    source = [i % ranks for i in range(len(data))]
+
+    def work(groups):
+        own = copy.deepcopy(model)
+        rank = groups.transport.rank
+        mine = [d for d, s in zip(data, source, strict=True) if s == rank]
+        total = 0.0
+        for cp, local in hcp.dispatch(plan, mine, source, groups):
+            loss = causal_lm_loss(own, cp, local, grad_reduce="sum", **options)
+            loss.backward()
+            total += loss.item()
+        return total, gradients(own)
+
+    found = hcp.loopback(ranks, work)
+    return sum(loss for loss, _ in found), summed([grads for _, grads in found])
+
+
+def expect_equal(found, expected):
+    assert abs(found[0] - expected[0]) < 1e-12
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert (found[1][name] - grad).abs().max() < 1e-12, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CHOICES)
+def test_losses_and_gradients_are_those_of_the_plain_model(name, ranks):
+    from hcp.integrations.transformers import memory
+
+    model = registered()
+    expected = trained(model, ranks)
+    layers, rows = CHOICES[name]
+    applied = memory.apply(model, memory.Choice(layers, mlp_rows=rows))
+    expect_equal(trained(model, ranks), expected)
+    applied.remove()
+    expect_equal(trained(model, ranks), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+        ("gemma3_text", {"sliding_window": 8}),
+        ("llama", {"attention_bias": True}),
+        (
+            "deepseek_v3",
+            {
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 12,
+                "num_key_value_heads": 4,
+                "moe_intermediate_size": 16,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 4,
+            },
+        ),
+    ],
+)
+def test_other_models_too(kind, changes):
+    """With sinks, windows, norms after the MLP, biases, experts and latent keys."""
+    from hcp.integrations.transformers import memory
+
+    model = registered(kind, **changes)
+    expected = trained(model, 2)
+    memory.apply(model, memory.Choice(MIXED))
+    expect_equal(trained(model, 2), expected)
+
+
+def test_linear_cross_entropy_beside_them():
+    from hcp.integrations.transformers import memory
+
+    model = registered()
+    expected = trained(model, 2)
+    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        expect_equal(trained(model, 2, linear_cross_entropy=True), expected)
+
+
+def test_autocast_is_that_of_the_forward():
+    from hcp.integrations.transformers import memory
+
+    model = registered(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        # Threads of ranks do not inherit autocast: one rank, in this thread.
+        expected = trained(model, 1)
+        memory.apply(model, memory.Choice(("recompute",) * 4, mlp_rows=100))
+        found = trained(model, 1)
+    assert found[0] == expected[0]
+    for name, grad in expected[1].items():
+        assert torch.equal(found[1][name], grad), name
+
+
+# ---- what is computed, and what is kept ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("word", "calls"), [("keep", 4), ("offload", 4), ("recompute", 4)])
+def test_attention_runs_forward_once_for_each_layer(word, calls):
+    from hcp.attention import layer
+    from hcp.integrations.transformers import memory
+
+    model = registered()
+    memory.apply(model, memory.Choice((word,) * 4))
+    with (
+        mock.patch.object(layer, "forward", wraps=layer.forward) as forward,
+        mock.patch.object(layer, "backward", wraps=layer.backward) as backward,
+    ):
+        trained(model, 1, ONE_BATCH)
+    assert (forward.call_count, backward.call_count) == (calls, calls)
+
+
+def test_a_plain_checkpoint_would_run_it_twice():
+    from hcp.attention import layer
+
+    model = registered()
+    checkpointing(model)
+    with mock.patch.object(layer, "forward", wraps=layer.forward) as forward:
+        trained(model.train(), 1, ONE_BATCH)
+    assert forward.call_count == 8
+
+
+def test_a_recomputed_layer_does_not_compute_its_mlp_a_third_time():
+    """Chunks are computed in the forward and in the backward; the layer's recomputation ends
+    before them."""
+    from hcp.integrations.transformers import memory
+
+    model = registered()
+    rows = []
+    mlp = type(model.model.layers[0].mlp)
+    own = mlp.forward
+
+    def counted(self, hidden):
+        rows.append(hidden.shape[1])
+        return own(self, hidden)
+
+    memory.apply(model, memory.Choice(("recompute",) * 4, mlp_rows=5))
+    with mock.patch.object(mlp, "forward", counted):
+        trained(model, 1, ONE_BATCH)
+    assert sum(rows) == 2 * 4 * sum(LENGTHS)
+    assert max(rows) == 5
+
+
+def test_a_graph_may_be_walked_twice():
+    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, memory
+
+    model = registered()
+    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+
+    def work(groups):
+        plan = hcp.plan([20], ranks=1, max_tokens_per_rank=20)
+        samples = [causal_lm_sample(d) for d in documents([20])]
+        for cp, local in hcp.dispatch(plan, samples, [0], groups):
+            loss = causal_lm_loss(model, cp, local, grad_reduce="sum")
+            loss.backward(retain_graph=True)
+            once = gradients(model)
+            loss.backward()
+        return once, gradients(model)
+
+    ((once, twice),) = hcp.loopback(1, work)
+    for name, grad in once.items():
+        assert torch.allclose(twice[name], 2 * grad, rtol=1e-12, atol=1e-14), name
+
+
+def sharded(rank, size, layers, rows):
+    """Two steps' losses of a model that FSDP2 shards, layer by layer."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    from hcp.integrations.transformers import DynamicCPDataLoader, causal_lm_loss, memory
+
+    model = registered()
+    memory.apply(model, memory.Choice(layers, mlp_rows=rows))
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # Gloo has no average
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=34, sync="micro_batch")
+    losses = []
+    with mock.patch("hcp.integrations.transformers.memory.host.LEAST_BYTES", 1):
+        loader = DynamicCPDataLoader(documents(LENGTHS), config, groups, global_batch_size=2)
+        for step in loader:
+            total = torch.zeros((), dtype=torch.float64)
+            for cp, local in step:
+                loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
+                loss.backward()
+                total += loss.detach() / size
+            torch.distributed.all_reduce(total)
+            losses.append(float(total))
+            optimizer.step()
+            optimizer.zero_grad()
+    groups.close()
+    return losses
+
+
+def test_under_fsdp2():
+    plain = run_ranks(2, sharded, ("keep",) * 4, 0)
+    found = run_ranks(2, sharded, MIXED, 4)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-12)
+    assert plain[0][1] != plain[0][0]
+
+
+# ---- misuse --------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_the_model_has_layers_of_its_own():
+    from hcp.integrations.transformers import memory
+
+    model = registered()
+    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for layer in other.model.layers[:3]:
+            assert layer.forward.layer is layer
+        assert other.model.layers[0].mlp.forward.mlp is other.model.layers[0].mlp
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "keep"}, r"choice\.layers is 'keep', expected one of"),
+        ({"layers": ["kept"] * 4}, r"choice\.layers\[0\] is 'kept', expected one of"),
+        ({"layers": ["keep"] * 3}, r"choice\.layers has 3 words, expected 4"),
+        ({"layers": ["keep"] * 4, "mlp_rows": -1}, r"choice\.mlp_rows is -1"),
+    ],
+)
+def test_a_choice_that_does_not_suit_is_refused(changes, message):
+    from hcp.integrations.transformers import memory
+
+    with pytest.raises(ValueError, match=message):
+        memory.apply(build(), memory.Choice(**changes))
+
+
+def test_what_a_choice_cannot_be_applied_to_is_refused():
+    from hcp.integrations.transformers import memory
+
+    again = memory.Choice(("recompute",) * 4, mlp_rows=4)
+    model = build()
+    memory.apply(model, again)
+    with pytest.raises(ValueError, match=r"a layer has a forward of its own.*remove\(\)"):
+        memory.apply(model, again)
+    model = build()
+    checkpointing(model)
+    with pytest.raises(ValueError, match="gradient checkpointing is on, expected it off"):
+        memory.apply(model, again)
+    with pytest.raises(ValueError, match="has 0 layers that can be computed again"):
+        memory.apply(torch.nn.Linear(2, 2), again)
+    experts = build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    with pytest.raises(ValueError, match=r"mlp_rows: .* expected layers of torch\.nn\.Linear"):
+        memory.apply(experts, again)
