@@ -90,7 +90,7 @@ def partings(placements: Placements, members: int) -> Iterator[Times]:
 
 def may_be(count: int, sequences: int, stages: int, chunks: int) -> bool:
     """Whether a plan may have so many micro-batches with sequences."""
-    return chunks == 1 or count % stages == 0 or sequences % stages != 0
+    return chunks == 1 or count % stages == 0 or count == sequences
 
 
 def best_makespan(plan: hcp.Plan, stages: int, chunks: int = 1) -> int:

@@ -14,8 +14,14 @@
 enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE = 6, WIDE = 3 };
 
 /* The share of the usual looks, as a divisor, that small steps have: in the best plan under either
- * sync, in those of stricter requests, and in those whose ranks wait for each other. */
-enum { STEP_SHARE = 8, WAVES_SHARE = 8, POW2_SHARE = 3, STRICT_SHARE = 12, WAITING_SHARE = 20 };
+ * sync, in those of stricter requests, in those whose ranks wait for each other, in those of one
+ * degree, and as if they waited, beside the steps of those that do not. */
+enum { STEP_SHARE = 8, WAVES_SHARE = 1, POW2_SHARE = 3 };
+enum { STRICT_SHARE = 12, FREE_SHARE = 24, WAITING_SHARE = 20, ONE_SHARE = 24, BOX_SHARE = 2 };
+
+/* The largest least degree of lists of even groups; and the part of the makespan, as a shift, by
+ * which ranks that do not wait may end sooner and still be improved as if they did. */
+enum { EVEN = 12, BOXES = 5 };
 
 /* The same of small requests, up to so many sequences and ranks, how near they come to the bound,
  * and how often they begin anew. */
@@ -42,6 +48,23 @@ static int is_near(const best *b, int64_t part) {
   return b->makespan - b->p->bound <= b->p->bound / part;
 }
 
+/* Where ranks hardly start before others have ended, the steps of ranks that wait (waves_polish.c)
+ * find more: they divide all ranks of a micro-batch anew. */
+static hcp_status polish_as_boxes(hcp__search *s, int32_t effort, int32_t share, int32_t warm,
+                                  hcp_error *err) {
+  hcp__problem waiting = *s->p;
+  hcp_limits limits = *s->p->limits;
+  int64_t makespan;
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  waiting.limits = &limits;
+  hcp_status status = hcp__makespan(s->best, &waiting, &makespan, err);
+  if (status != HCP_OK || !hcp__is_few(s->p) || makespan - s->makespan > s->makespan >> BOXES)
+    return status;
+  status =
+      hcp__polish_blocks(s->p, s->best, makespan, effort, BOX_SHARE * share, warm, &s->blocks, err);
+  return status == HCP_OK && s->blocks.count > 0 ? hcp__search_judge_waves(s, err) : status;
+}
+
 /* Improves a plan of the problem by small steps, in a share of the usual looks. */
 static hcp_status polish(const hcp__problem *p, int32_t effort, int32_t share, int32_t warm,
                          hcp__draft *draft, int64_t *makespan, hcp_error *err) {
@@ -49,6 +72,8 @@ static hcp_status polish(const hcp__problem *p, int32_t effort, int32_t share, i
   hcp_status status = hcp__blocks_init(&s.blocks, p->n, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&s.draft, p->n, err);
+  if (status == HCP_OK && p->limits->sync == HCP_SYNC_STEP)
+    status = polish_as_boxes(&s, effort, share, warm, err);
   if (status == HCP_OK)
     status = p->limits->sync == HCP_SYNC_MICRO_BATCH
                  ? hcp__polish(&s, effort, share, warm, err)
@@ -72,8 +97,10 @@ static hcp_status search_lean(const best *b, const hcp__problem *strict, hcp__dr
   }
   if (status == HCP_OK) status = hcp__makespan(draft, b->p, makespan, err);
   int32_t pow2 = b->p->limits->pow2; /* small steps find most of what it can reach */
-  if (status == HCP_OK && b->p->limits->sync == HCP_SYNC_MICRO_BATCH &&
-      *makespan - b->makespan < b->makespan >> (pow2 ? WIDE : CLOSE))
+  int32_t free = b->p->limits->sync == HCP_SYNC_STEP;
+  if (status == HCP_OK && free && *makespan - b->makespan < b->makespan >> CLOSE)
+    status = polish(b->p, b->effort, FREE_SHARE, 1, draft, makespan, err);
+  if (status == HCP_OK && !free && *makespan - b->makespan < b->makespan >> (pow2 ? WIDE : CLOSE))
     status = polish(b->p, b->effort, pow2 ? POW2_SHARE : STRICT_SHARE, 1, draft, makespan, err);
   return status;
 }
@@ -99,14 +126,22 @@ static hcp_status keep_better(best *b, const hcp__problem *strict, int32_t whole
   return status;
 }
 
+hcp_status hcp__stricter(const hcp__problem *p, const hcp_limits *limits, hcp__problem *strict,
+                         int32_t *exists, hcp_error *err) {
+  hcp_error refused = {0}; /* some sequence has no such degree, or does not fit */
+  hcp_status status = hcp__problem_init(strict, p->lengths, p->n, limits, p->cost, &refused);
+  *exists = status == HCP_OK;
+  if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
+  if (status == HCP_OK) strict->stop = p->stop;
+  return HCP_OK;
+}
+
 static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, hcp_error *err) {
   const hcp__problem *p = b->p;
   hcp__problem strict;
-  hcp_error refused = {0}; /* some sequence has no such degree, or does not fit */
-  hcp_status status = hcp__problem_init(&strict, p->lengths, p->n, limits, p->cost, &refused);
-  if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
-  if (status != HCP_OK) return HCP_OK;
-  strict.stop = p->stop;
+  int32_t exists;
+  hcp_status status = hcp__stricter(p, limits, &strict, &exists, err);
+  if (status != HCP_OK || !exists) return status;
   if (strict.least / limits->ranks < b->makespan || limits->slowness != NULL) {
     status = hcp__bound(&strict, err);
     /* A bound of lockstep is none of the step's clock. */
@@ -114,6 +149,53 @@ static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, h
       status = keep_better(b, &strict, whole, err);
   }
   hcp__problem_release(&strict);
+  return status;
+}
+
+/* ---- even groups ---- */
+
+/* Lists of groups of one least degree: short sequences share them, and take one launch. */
+static hcp_status list_from(const best *b, int32_t least, hcp__draft *draft, int64_t *makespan,
+                            hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  hcp__problem strict;
+  int32_t exists;
+  limits.min_degree = least;
+  *makespan = INT64_MAX;
+  hcp_status status = hcp__stricter(b->p, &limits, &strict, &exists, err);
+  if (status != HCP_OK || !exists) return status;
+  strict.bound = b->p->bound; /* no plan of a stricter request beats it, either */
+  status = hcp__plan_lists(&strict, draft, err);
+  if (status == HCP_OK) status = hcp__makespan(draft, b->p, makespan, err);
+  hcp__problem_release(&strict);
+  return status;
+}
+
+/* The best of them, improved by small steps. */
+static hcp_status try_even(best *b, hcp_error *err) {
+  const hcp_limits *limits = b->p->limits;
+  hcp__draft found, even;
+  int64_t makespan, least = INT64_MAX;
+  if (is_near(b, NEAR)) return HCP_OK;
+  hcp_status status = hcp__draft_init(&found, b->p->n, err);
+  if (status != HCP_OK) return status;
+  status = hcp__draft_init(&even, b->p->n, err);
+  for (int32_t d = limits->min_degree + 1; d <= EVEN && d <= limits->max_degree / 2; d++) {
+    if (status == HCP_OK && hcp__degree_allowed(limits, b->p->cost, d))
+      status = list_from(b, d, &found, &makespan, err);
+    if (status != HCP_OK || makespan >= least) continue;
+    least = makespan;
+    swap(&found, &even);
+  }
+  if (status == HCP_OK && least - b->makespan < b->makespan >> CLOSE)
+    status = polish(b->p, b->effort, limits->sync == HCP_SYNC_STEP ? FREE_SHARE : STRICT_SHARE, 1,
+                    &even, &least, err);
+  if (status == HCP_OK && least < b->makespan) {
+    swap(&even, b->draft);
+    b->makespan = least;
+  }
+  hcp__draft_release(&even);
+  hcp__draft_release(&found);
   return status;
 }
 
@@ -184,20 +266,22 @@ static hcp_status try_stricter(best *b, hcp_error *err) {
   if (status == HCP_OK && !free && !limits->pow2) status = try_pow2(b, 1, err);
   if (status == HCP_OK) status = try_pow2(b, 2, err);
   if (status == HCP_OK) status = try_least(b, 2, err);
-  if (status == HCP_OK && free) status = try_least(b, 3, err);
+  if (status == HCP_OK) status = try_even(b, err);
   return status == HCP_OK ? try_step(b, err) : status;
 }
 
 /* ---- all of it ---- */
 
 static int32_t share_of(const hcp__problem *p) {
+  if (p->limits->min_degree == p->limits->max_degree) return ONE_SHARE;
   if (p->limits->sync == HCP_SYNC_STEP) return STEP_SHARE;
   return p->limits->pow2 ? POW2_SHARE : WAVES_SHARE; /* pow2 has had no steps before */
 }
 
 /* Improves the best plan by small steps, a small request by many from several beginnings. */
 static hcp_status polish_best(best *b, hcp_error *err) {
-  int32_t small = is_small(b->p), rounds = small ? ROUNDS : 1;
+  int32_t small = is_small(b->p) && b->p->limits->min_degree < b->p->limits->max_degree,
+          rounds = small ? ROUNDS : 1;
   int32_t share = small ? SMALL_SHARE : share_of(b->p);
   hcp_status status = HCP_OK;
   for (int32_t i = 0; i < rounds && status == HCP_OK && !is_near(b, small ? SMALL_NEAR : NEAR); i++)
@@ -210,11 +294,11 @@ static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *dra
   best b = {.p = p, .effort = effort, .draft = draft};
   hcp_status status = hcp__plan_search(p, effort, 0, draft, err);
   if (status == HCP_OK) status = hcp__makespan(draft, p, &b.makespan, err);
-  if (p->limits->min_degree < p->limits->max_degree) { /* one degree leaves hardly a choice */
-    if (status == HCP_OK) status = try_stricter(&b, err);
+  if (status == HCP_OK && p->limits->min_degree < p->limits->max_degree) {
+    status = try_stricter(&b, err);
     if (status == HCP_OK) status = try_degrees(&b, err);
-    if (status == HCP_OK) status = polish_best(&b, err);
   }
+  if (status == HCP_OK) status = polish_best(&b, err);
   *makespan = b.makespan;
   return status;
 }

@@ -5,8 +5,9 @@
  * larger than those before it, or stages wait for it (bound_pipeline.c). So
  * shapes, that is counts of micro-batches and ramps, are first simulated as if
  * work could be cut at will; waves of the most promising ones are then planned.
- * So is one without shapes. The best plans of several counts are the finalists:
- * small steps improve them and their orders (waves_polish.c), and the best is kept. */
+ * So are some without shapes: that of one stage, and those of stricter requests. The best
+ * plans of several counts are the finalists: small steps improve them and their orders
+ * (waves_polish.c), and the best of them once more. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -23,7 +24,13 @@ enum {
   VISITS = 1 << 12,      /* of simulation, to order a candidate, */
   VISITS_NEAR = 1 << 19, /* a finalist, times effort, */
   VISITS_MAX = 1 << 22,  /* and the best of them, times effort */
-  FINALISTS = 4        /* plans of different counts that are improved */
+  LARGE = 1 << 13,     /* sequences times ranks from which no stricter request is tried */
+  HOPELESS = 4, /* the part of the best, as a shift, beyond which no finalist is improved */
+  FINALIST_SHARE = 6, /* of the usual looks, as a divisor, for each finalist, */
+  BEST_SHARE = 2, /* and for the best of them, */
+  FEW = 16, /* which of so few sequences */
+  ROUNDS = 4, /* begins anew so often */
+  FINALISTS = 4 /* plans of different counts that are improved */
 };
 
 static const int32_t ramps[RAMPS] = {ONE, ONE / 2, ONE / 3, ONE / 5, ONE / 8};
@@ -44,7 +51,7 @@ typedef struct search {
   hcp__draft finalists[FINALISTS];
   int64_t makespans[FINALISTS]; /* INT64_MAX: there is none */
   int64_t *heights; /* COUNT_MAX */
-  int64_t longest;  /* the fastest that the slowest sequence can be */
+  int64_t longest; /* the fastest that the slowest sequence can be */
 } search;
 
 /* ---- shapes ---- */
@@ -210,6 +217,48 @@ static hcp_status try_shapes(search *s, hcp_error *err) {
   return status;
 }
 
+/* A plan of one stage of a stricter request, in a few attempts. */
+static hcp_status try_stricter(search *s, const hcp_limits *limits, hcp_error *err) {
+  hcp__problem strict;
+  int32_t exists;
+  hcp_status status = hcp__stricter(s->p, limits, &strict, &exists, err);
+  if (status != HCP_OK || !exists) return status;
+  strict.bound = s->p->bound; /* no plan of a stricter request beats it, either */
+  status = hcp__plan_search(&strict, s->effort, 1, &s->found, err);
+  if (status == HCP_OK) status = keep(s, VISITS, err);
+  hcp__problem_release(&strict);
+  return status;
+}
+
+/* A request with less freedom: what is denied. */
+typedef struct denial {
+  int32_t pow2, least, waiting;
+} denial;
+
+static int deny(const hcp_limits *limits, const denial *x, hcp_limits *strict) {
+  int32_t node = limits->ranks_per_node;
+  *strict = *limits;
+  if (x->pow2 && (limits->pow2 || (node & (node - 1)) != 0)) return 0;
+  if (x->waiting && limits->sync == HCP_SYNC_MICRO_BATCH) return 0;
+  if (x->pow2) strict->pow2 = 1;
+  if (x->waiting) strict->sync = HCP_SYNC_MICRO_BATCH;
+  if (x->least > limits->min_degree) strict->min_degree = x->least;
+  return strict->min_degree <= limits->max_degree;
+}
+
+/* Those with fewer degrees, and under step those of ranks that wait. */
+static hcp_status try_all_stricter(search *s, hcp_error *err) {
+  static const denial denials[] = {{1, 1, 0}, {1, 2, 0}, {0, 2, 0}, {0, 3, 0}, {0, 1, 1}};
+  const hcp_limits *limits = s->p->limits;
+  hcp_limits strict;
+  hcp_status status = HCP_OK;
+  if ((int64_t)s->p->n * limits->ranks > LARGE || limits->min_degree == limits->max_degree)
+    return HCP_OK;
+  for (size_t i = 0; i < sizeof denials / sizeof *denials && status == HCP_OK; i++)
+    if (deny(limits, &denials[i], &strict)) status = try_stricter(s, &strict, err);
+  return status;
+}
+
 /* Orders a plan, and makes it the finalist i if it is better. */
 static hcp_status order(search *s, const hcp__draft *from, int32_t i, int64_t budget,
                         hcp_error *err) {
@@ -221,11 +270,11 @@ static hcp_status order(search *s, const hcp__draft *from, int32_t i, int64_t bu
   return HCP_OK;
 }
 
-/* Improves a finalist by small steps. */
-static hcp_status polish(search *s, int32_t i, hcp_error *err) {
+/* Improves a finalist by small steps, in round 0 by those that make it no worse on the way. */
+static hcp_status polish(search *s, int32_t i, int32_t share, int32_t round, hcp_error *err) {
   int32_t placed = 0;
-  hcp_status status =
-      hcp__polish_blocks(s->p, &s->finalists[i], s->makespans[i], s->effort, 1, 0, &s->blocks, err);
+  hcp_status status = hcp__polish_blocks(s->p, &s->finalists[i], s->makespans[i], s->effort + round,
+                                         share, round, &s->blocks, err);
   if (status == HCP_OK && s->blocks.count > 0)
     status = hcp__place_waves(s->p, &s->blocks, &placed, err);
   if (status != HCP_OK || !placed) return status;
@@ -234,17 +283,28 @@ static hcp_status polish(search *s, int32_t i, hcp_error *err) {
   return status == HCP_OK ? order(s, &s->rounded, i, VISITS_NEAR, err) : status;
 }
 
+static int32_t best_of(const search *s) {
+  int32_t least = 0;
+  for (int32_t i = 1; i < FINALISTS; i++)
+    if (s->makespans[i] < s->makespans[least]) least = i;
+  return least;
+}
+
 /* Improves the finalists; *best is the one that becomes the best, *makespan its time. */
 static hcp_status improve_finalists(search *s, hcp__draft *best, int64_t *makespan,
                                     hcp_error *err) {
-  int32_t least = 0;
+  int32_t least = best_of(s);
+  int64_t most = s->makespans[least] + (s->makespans[least] >> HOPELESS);
   hcp_status status = HCP_OK;
   for (int32_t i = 0; i < FINALISTS && status == HCP_OK; i++) {
-    if (s->makespans[i] == INT64_MAX) continue;
+    if (s->makespans[i] > most) continue;
     status = order(s, &s->finalists[i], i, VISITS_NEAR, err);
-    if (status == HCP_OK) status = polish(s, i, err);
-    if (s->makespans[i] < s->makespans[least]) least = i;
+    if (status == HCP_OK) status = polish(s, i, FINALIST_SHARE, 0, err);
   }
+  least = best_of(s);
+  int32_t rounds = s->p->n <= FEW ? ROUNDS : 1;
+  for (int32_t i = 1; i <= rounds && status == HCP_OK; i++)
+    status = polish(s, least, BEST_SHARE, i, err);
   if (status == HCP_OK) status = order(s, &s->finalists[least], least, VISITS_MAX, err);
   *makespan = s->makespans[least];
   swap(&s->finalists[least], best);
@@ -265,6 +325,7 @@ static int64_t longest_of(const hcp__problem *p) {
 static hcp_status try_all(search *s, hcp__draft *best, int64_t *makespan, hcp_error *err) {
   s->longest = longest_of(s->p);
   hcp_status status = keep(s, VISITS, err); /* what the search found */
+  if (status == HCP_OK) status = try_all_stricter(s, err);
   if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
   return status == HCP_OK ? improve_finalists(s, best, makespan, err) : status;
 }

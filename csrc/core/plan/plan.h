@@ -344,10 +344,18 @@ int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, int32_t lean,
                             hcp__draft *draft, hcp_error *err);
 
+/* The same of a few lists alone. */
+hcp_status hcp__plan_lists(const hcp__problem *problem, hcp__draft *draft, hcp_error *err);
+
 /* Makes *draft the best plan found for the problem and for stricter ones, without an order in a
  * pipeline (freedom.c). */
 hcp_status hcp__plan_best(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                           hcp_error *err);
+
+/* The same request under limits that allow less (freedom.c). *exists is 0 where some sequence has
+ * no place then; else the caller releases the problem, which has no bound yet. */
+hcp_status hcp__stricter(const hcp__problem *problem, const hcp_limits *limits,
+                         hcp__problem *strict, int32_t *exists, hcp_error *err);
 
 /* Attempts, of which the best is kept. */
 typedef struct hcp__search {

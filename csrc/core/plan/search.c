@@ -214,15 +214,26 @@ static hcp_status try_all(search *s, hcp_error *err) {
   return status == HCP_OK ? hcp__balance(s, err) : status;
 }
 
-hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, int32_t lean, hcp__draft *draft,
-                            hcp_error *err) {
+typedef hcp_status attempts(search *s, hcp_error *err);
+
+static hcp_status search_by(attempts *try, const hcp__problem *p, int32_t effort, int32_t lean,
+                            hcp__draft *draft, hcp_error *err) {
   search s = {.p = p, .effort = effort, .lean = lean, .best = draft, .makespan = INT64_MAX};
   if (p->n == 0) return HCP_OK;
   hcp_status status = hcp__blocks_init(&s.blocks, p->n, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&s.draft, p->n, err);
-  if (status == HCP_OK) status = try_all(&s, err);
+  if (status == HCP_OK) status = try(&s, err);
   hcp__draft_release(&s.draft);
   hcp__blocks_release(&s.blocks);
   return status;
+}
+
+hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, int32_t lean, hcp__draft *draft,
+                            hcp_error *err) {
+  return search_by(try_all, p, effort, lean, draft, err);
+}
+
+hcp_status hcp__plan_lists(const hcp__problem *p, hcp__draft *draft, hcp_error *err) {
+  return search_by(try_lists, p, 1, 1, draft, err);
 }

@@ -15,7 +15,7 @@
 /* Looks at ranks and sequences, for each sequence and for so many more, times effort; how much
  * more the makespan counts than what ranks take; and the part of it, as a shift, that a first step
  * may lose, of few sequences and of others. */
-enum { LOOKS = 1 << 11, MORE = 96, MAKESPAN = 31, FEW = 32, WARM_FEW = 8, WARM = 11 };
+enum { LOOKS = 1 << 13, MORE = 96, MAKESPAN = 31, FEW = 32, WARM_FEW = 8, WARM = 11 };
 enum { TIMES = 1 << 17, BETWEEN = 64 };
 
 typedef struct group {
@@ -131,12 +131,21 @@ static spot spot_at(const polish *o, int32_t first, int32_t degree) {
 
 static int64_t launches(const polish *o, int32_t count) { return count * o->p->cost->launch; }
 
+/* The last of these ranks on which a group would begin at that time or later, -1: none. */
+static int32_t last_late(const polish *o, int32_t first, int32_t degree, int64_t time) {
+  int32_t r = first + degree - 1;
+  while (r >= first && o->free_from[r] + launches(o, o->batches[r]) < time) r--;
+  return r < first ? -1 : r;
+}
+
 /* The ranks that are free soonest, -1: none may be taken. */
 static int32_t soonest(polish *o, int32_t degree) {
   int32_t best = -1;
   int64_t least = INT64_MAX;
   for (int32_t first = 0; first + degree <= o->ranks; first++) {
-    if (!hcp__place_allowed(o->p->limits, first, degree)) continue;
+    int32_t late = last_late(o, first, degree, least);
+    if (late >= 0) first = late; /* no interval that has it is better */
+    if (late >= 0 || !hcp__place_allowed(o->p->limits, first, degree)) continue;
     spot found = spot_at(o, first, degree);
     int64_t from = found.start + launches(o, found.batch);
     if (from >= least) continue;
@@ -257,6 +266,47 @@ static int begin(polish *o, state *x, int32_t s) {
   return measure(o, x, from) && measure(o, x, g);
 }
 
+/* All sequences of a group go to another one. */
+static int merge(polish *o, state *x, int32_t from, int32_t to) {
+  if (from == to) return 0;
+  group *a = &x->groups[from], *b = &x->groups[to];
+  for (int32_t s = a->first; s >= 0; s = a->first) {
+    a->first = x->next[s];
+    enter(x, to, s);
+  }
+  take_out(x, place_of(x, from));
+  int32_t both = a->degree + b->degree, most = a->degree > b->degree ? a->degree : b->degree;
+  b->degree = draw(o, 2) == 0 && both <= o->ranks ? both : most;
+  place_anew(x, 0);
+  return measure(o, x, to);
+}
+
+/* A group becomes two that share its ranks, the next sequence to the one that ends first. */
+static int split(polish *o, state *x, int32_t from) {
+  group *a = &x->groups[from];
+  int32_t g = 0, s = a->first;
+  if (a->degree < 2 || x->next[s] < 0) return 0;
+  while (x->groups[g].first >= 0) g++;
+  group *b = &x->groups[g];
+  *b = (group){0, -1, draw(o, 2) == 0 ? a->degree / 2 : 1 + draw(o, a->degree - 1), -1};
+  a->degree -= b->degree;
+  a->first = -1;
+  int64_t times[2] = {0, 0};
+  for (int32_t next; s >= 0; s = next) {
+    next = x->next[s];
+    int64_t t[2] = {times[0] + hcp__need_of(&o->needs, s, a->degree).time,
+                    times[1] + hcp__need_of(&o->needs, s, b->degree).time};
+    int32_t to = t[1] < t[0];
+    times[to] = t[to];
+    enter(x, to ? g : from, s);
+    o->looks -= 2;
+  }
+  if (a->first < 0 || b->first < 0) return 0;
+  put_in(x, place_of(x, from) + 1, g);
+  place_anew(x, 0);
+  return measure(o, x, from) && measure(o, x, g);
+}
+
 static int resize(polish *o, state *x, int32_t g) {
   group *one = &x->groups[g];
   int32_t degree = another_degree(o, one->degree);
@@ -280,7 +330,9 @@ static int move(polish *o, state *x, int32_t g) {
 /* 0: the step is none, or not allowed. */
 static int change(polish *o, state *x) {
   int32_t n = o->p->n, s = draw(o, n), t = draw(o, n);
-  switch (draw(o, 10)) {
+  switch (draw(o, 11)) {
+    case 10:
+      return draw(o, 2) == 0 ? split(o, x, x->in[s]) : merge(o, x, x->in[s], x->in[t]);
     case 0:
       return begin(o, x, s);
     case 1:

@@ -17,10 +17,11 @@
  * and the share of the sequences among which two change places. */
 enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 8192, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
-/* Passes of a pipeline that are one look; of so many steps one changes its order. */
 /* The part of the makespan, as a shift, that a first step may lose, less how warm it is. */
 enum { WARM = 9 };
-enum { BETWEEN = 64, LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 512, PIPELINE_MORE = 32 };
+
+/* Passes of a pipeline that are one look; of so many steps one changes its order. */
+enum { BETWEEN = 64, LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 1024, PIPELINE_MORE = 32 };
 
 typedef struct group {
   int32_t wave, degree;
@@ -53,6 +54,7 @@ typedef struct polish {
   int32_t *below;         /* ranks + 1: the next allowed degree, 0: none */
   int32_t *counts, *room; /* ranks + 1: groups of each degree in a wave, and scratch */
   hcp__passes passes;     /* of a pipeline: */
+  int32_t whole;          /* their number stays as it is: none may become empty */
   int32_t *order;         /* waves: places to micro-batches */
   int64_t *heights, *ends, makespan; /* waves, and scratch for stages and waves */
   int64_t warm, all_looks; /* what a first step may lose, and the looks of all steps */
@@ -66,8 +68,8 @@ typedef struct polish {
 
 /* ---- groups ---- */
 
-/* o->never: the group does not fit. */
-static int64_t time_at(polish *o, int32_t g, int32_t degree) {
+/* o->never: the group does not fit, or takes limit or longer. */
+static int64_t time_within(polish *o, int32_t g, int32_t degree, int64_t limit) {
   int64_t time = 0, rows = 0;
   if (degree < 1 || degree > o->ranks) return o->never;
   for (int32_t s = o->group[g].first; s >= 0; s = o->next[s]) {
@@ -75,9 +77,13 @@ static int64_t time_at(polish *o, int32_t g, int32_t degree) {
     o->looks--;
     time += one.time;
     rows += one.rows;
-    if (time >= o->never || rows > o->p->capacity) return o->never;
+    if (time >= limit || rows > o->p->capacity) return o->never;
   }
   return time;
+}
+
+static int64_t time_at(polish *o, int32_t g, int32_t degree) {
+  return time_within(o, g, degree, o->never);
 }
 
 static void resize(polish *o, int32_t g, int32_t degree, int64_t time) {
@@ -123,7 +129,7 @@ static int stand(polish *o, int32_t w, int32_t used) {
 static int widen(polish *o, int32_t g) {
   group *one = &o->group[g];
   for (int32_t degree = one->degree + 1; degree <= o->ranks; degree++) {
-    int64_t time = time_at(o, g, degree);
+    int64_t time = time_within(o, g, degree, one->time);
     if (time >= one->time) continue;
     note(o, g);
     resize(o, g, degree, time);
@@ -160,12 +166,12 @@ static int divide(polish *o, int32_t w) {
   look l;
   if (!make_room(o, w, o->never, &l)) return 0;
   for (int32_t logged = o->logged; l.slowest >= 0; logged = o->logged) {
-    int64_t height = o->group[l.slowest].time;
+    int64_t height = o->group[l.slowest].time, area = o->wave[w].area;
     if ((l.used < o->ranks || o->group[l.cheapest].less < height) && o->logged < o->log_size &&
         widen(o, l.slowest) && make_room(o, w, height, &l))
       continue;
     revert(o, logged);
-    l = look_at(o, w);
+    o->wave[w].area = area;
     o->wave[w].height = height + o->p->cost->launch;
     return height < o->never;
   }
@@ -265,7 +271,7 @@ static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   if (t >= 0) enter(o, from, t);
   remeasure(o, from);
   remeasure(o, g);
-  if (divide(o, a) && (a == b || divide(o, b))) {
+  if (divide(o, a) && (a == b || divide(o, b)) && !(o->whole && o->wave[a].height == 0)) {
     if (is_pipeline(o)) o->makespan = pipeline_time(o);
     int64_t after = value(o, a, b);
     if (after <= before + slack(o)) {
@@ -426,13 +432,14 @@ hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int
                               int32_t effort, int32_t share, int32_t warm, hcp__blocks *blocks,
                               hcp_error *err) {
   polish o = {.p = p, .ranks = p->limits->ranks, .waves = from->micro_batch_count};
-  if (p->limits->pipeline.stages > 1) o.waves++; /* one that sequences may begin */
+  o.whole = warm > 0 && hcp__multiple(&p->limits->pipeline) > 1;
+  if (p->limits->pipeline.stages > 1 && !o.whole) o.waves++; /* one that sequences may begin */
   o.never = makespan + 1;
   blocks->count = 0;
   if (!may_step(p, makespan)) return HCP_OK;
   int32_t looks = hcp__node_ranks(p->limits) < o.ranks ? NODE_LOOKS : LOOKS;
   o.looks = p->limits->pipeline.stages > 1
-                ? (int64_t)PIPELINE_LOOKS * (p->n + PIPELINE_MORE) * effort
+                ? (int64_t)PIPELINE_LOOKS * (p->n + PIPELINE_MORE) * effort / share
                 : (int64_t)looks * (p->n + MORE) * effort / share;
   o.chance = (uint32_t)effort;
   hcp_status status = HCP_OK;
