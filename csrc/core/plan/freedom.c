@@ -16,12 +16,15 @@ enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE 
 /* The share of the usual looks, as a divisor, that small steps have: in the best plan under either
  * sync, in those of stricter requests, in those whose ranks wait for each other, in those of one
  * degree, and as if they waited, beside the steps of those that do not. */
-enum { STEP_SHARE = 8, WAVES_SHARE = 1, POW2_SHARE = 3 };
+enum { STEP_SHARE = 8, WAVES_SHARE = 8, LATE_SHARE = 1, POW2_SHARE = 3 };
 enum { STRICT_SHARE = 12, FREE_SHARE = 24, WAITING_SHARE = 20, ONE_SHARE = 24, BOX_SHARE = 2 };
 
-/* The largest least degree of lists of even groups; and the part of the makespan, as a shift, by
- * which ranks that do not wait may end sooner and still be improved as if they did. */
-enum { EVEN = 12, BOXES = 5 };
+/* The part of the makespan, as a shift, by which ranks that do not wait may end sooner and still be
+ * improved as if they did. */
+enum { BOXES = 5 };
+
+/* Least degrees of lists of even groups. */
+static const int32_t evens[] = {2, 3, 4, 6, 8, 12};
 
 /* The same of small requests, up to so many sequences and ranks, how near they come to the bound,
  * and how often they begin anew. */
@@ -176,13 +179,15 @@ static hcp_status try_even(best *b, hcp_error *err) {
   const hcp_limits *limits = b->p->limits;
   hcp__draft found, even;
   int64_t makespan, least = INT64_MAX;
-  if (is_near(b, NEAR)) return HCP_OK;
+  if (is_near(b, NEAR) || !hcp__polish_late(b->p)) return HCP_OK;
   hcp_status status = hcp__draft_init(&found, b->p->n, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&even, b->p->n, err);
-  for (int32_t d = limits->min_degree + 1; d <= EVEN && d <= limits->max_degree / 2; d++) {
-    if (status == HCP_OK && hcp__degree_allowed(limits, b->p->cost, d))
-      status = list_from(b, d, &found, &makespan, err);
+  for (size_t i = 0; i < sizeof evens / sizeof *evens && status == HCP_OK; i++) {
+    makespan = INT64_MAX;
+    if (evens[i] > limits->min_degree && evens[i] <= limits->max_degree / 2 &&
+        hcp__degree_allowed(limits, b->p->cost, evens[i]))
+      status = list_from(b, evens[i], &found, &makespan, err);
     if (status != HCP_OK || makespan >= least) continue;
     least = makespan;
     swap(&found, &even);
@@ -275,6 +280,7 @@ static hcp_status try_stricter(best *b, hcp_error *err) {
 static int32_t share_of(const hcp__problem *p) {
   if (p->limits->min_degree == p->limits->max_degree) return ONE_SHARE;
   if (p->limits->sync == HCP_SYNC_STEP) return STEP_SHARE;
+  if (hcp__polish_late(p) && !p->limits->pow2) return LATE_SHARE;
   return p->limits->pow2 ? POW2_SHARE : WAVES_SHARE; /* pow2 has had no steps before */
 }
 

@@ -185,6 +185,9 @@ static inline int32_t hcp__node_ranks(const hcp_limits *limits) {
 #define HCP__FEW 256
 static inline int hcp__is_few(const hcp__problem *p) { return p->n <= HCP__FEW; }
 
+/* Whether small steps begin late, from the best plan of all: they are enough for any beginning. */
+static inline int hcp__polish_late(const hcp__problem *p) { return p->n <= HCP__FEW / 4; }
+
 /* The fewest micro-batches of all ranks that hold all rows; far more than there can be where they
  * are too many to count. */
 static inline int32_t hcp__least_count(const hcp__problem *p) {

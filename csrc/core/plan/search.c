@@ -164,32 +164,65 @@ static int32_t least_cut(const hcp__problem *p) {
   return hcp__allot(p, &p->kinds[p->kind_of[WIDEST]], p->bound)->degree + 1;
 }
 
+/* Targets for columns. */
+typedef struct cuts {
+  const hcp__problem *p; /* with launches of each group in its time, or without */
+  int32_t round;
+  int64_t budget;
+  int32_t count; /* micro-batches of the latest plan */
+  int64_t end;   /* what was reached, without what is beside the target */
+} cuts;
+
+/* Launches that are part of a target but not of the columns' times, and those of ranks without rows
+ * where a target has only those of groups. */
+static int64_t inside(const search *s, const cuts *c) {
+  return c->p == s->p ? 0 : launches(s, c->count);
+}
+static int64_t beside(const search *s, const cuts *c) {
+  return c->p == s->p ? launches(s, c->count) - launches(s, 1) : 0;
+}
+
+/* Columns that end within busy, with all the rest, as a plan. */
+static hcp_status try_cut(search *s, cuts *c, int64_t busy, hcp_error *err) {
+  int32_t found, least = least_cut(s->p);
+  int64_t makespan;
+  hcp_status status =
+      hcp__plan_columns(c->p, busy, c->round, least, &c->budget, &s->blocks, &found, err);
+  if (status != HCP_OK || !found) return status;
+  status = hcp__plan_list(c->p, busy - c->p->cost->launch, 0, 0, 1, &s->blocks, err);
+  if (status == HCP_OK) status = hcp__draft_by_start(&s->draft, &s->blocks, s->p, err);
+  if (status == HCP_OK) status = hcp__makespan(&s->draft, s->p, &makespan, err);
+  if (status != HCP_OK) return status;
+  c->count = s->draft.micro_batch_count;
+  c->end = hcp__least(c->end, makespan - beside(s, c));
+  return hcp__search_judge(s, err);
+}
+
 /* Targets that columns reach are cheap: they come down by a third of what is above the
  * bound, and by half of that after each one that was missed. Lists place the rest. */
-static hcp_status cut_columns(search *s, int32_t round, hcp_error *err) {
-  int64_t budget = COLUMNS, bound = s->p->bound;
-  int32_t misses = 0, found, least = least_cut(s->p), count = s->best->micro_batch_count;
-  bare b;
-  strip(&b, s->p);
-  for (int32_t i = 0; i < CUTS && !is_done(s) && misses < MISSES && budget > 0; i++) {
-    int64_t above = s->makespan - bound, target = bound + above - above / (3 << misses) - 1;
-    int64_t busy = hcp__most(1, target - launches(s, count));
-    hcp_status status =
-        hcp__plan_columns(&b.p, busy, round, least, &budget, &s->blocks, &found, err);
-    if (status == HCP_OK && found) status = hcp__plan_list(&b.p, busy, 0, 0, 1, &s->blocks, err);
-    if (status == HCP_OK && found) status = hcp__draft_by_start(&s->draft, &s->blocks, s->p, err);
-    if (status == HCP_OK && found) count = s->draft.micro_batch_count;
-    if (status == HCP_OK && found) status = hcp__search_judge(s, err);
+static hcp_status cut_columns(search *s, const hcp__problem *p, int32_t round, hcp_error *err) {
+  cuts c = {p, round, p == s->p ? COLUMNS / 4 : COLUMNS, s->best->micro_batch_count, 0};
+  int32_t misses = 0;
+  c.end = s->makespan - beside(s, &c);
+  for (int32_t i = 0; i < CUTS && !is_done(s) && misses < MISSES && c.budget > 0; i++) {
+    int64_t above = c.end - s->p->bound;
+    int64_t target = s->p->bound + above - above / (3 << misses) - 1;
+    if (above <= 0) break;
+    hcp_status status = try_cut(s, &c, hcp__most(1, target - inside(s, &c)), err);
     if (status != HCP_OK) return status;
-    misses += s->makespan > target;
+    misses += c.end > target;
   }
   return HCP_OK;
 }
 
 static hcp_status try_columns(search *s, hcp_error *err) {
   hcp_status status = HCP_OK;
-  for (int32_t round = 0; round < s->effort && status == HCP_OK; round++)
-    status = cut_columns(s, round, err);
+  bare b;
+  strip(&b, s->p);
+  for (int32_t round = 0; round < s->effort && status == HCP_OK; round++) {
+    status = cut_columns(s, &b.p, round, err);
+    if (status == HCP_OK && s->p->cost->launch > 0) status = cut_columns(s, s->p, round, err);
+  }
   return status;
 }
 

@@ -15,7 +15,7 @@
 /* Looks at ranks and sequences, for each sequence and for so many more, times effort; how much
  * more the makespan counts than what ranks take; and the part of it, as a shift, that a first step
  * may lose, of few sequences and of others. */
-enum { LOOKS = 1 << 13, MORE = 96, MAKESPAN = 31, FEW = 32, WARM_FEW = 8, WARM = 11 };
+enum { LOOKS = 1 << 12, MORE = 96, MAKESPAN = 31, FEW = 32, WARM_FEW = 8, WARM = 11 };
 enum { TIMES = 1 << 17, BETWEEN = 64 };
 
 typedef struct group {

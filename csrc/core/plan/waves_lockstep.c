@@ -272,7 +272,7 @@ hcp_status hcp__search_waves(hcp__search *s, hcp_error *err) {
                : hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", l.most);
   if (status == HCP_OK) status = descend_all(&l, s->effort, err);
   if (status == HCP_OK && !s->lean && !s->p->limits->pow2)
-    status = hcp__polish(s, s->effort, 4, 1, err);
+    status = hcp__polish(s, s->effort, hcp__polish_late(s->p) ? 4 : 1, hcp__polish_late(s->p), err);
   for (int32_t i = 0; i < STARTS; i++) free(l.best[i].at);
   free(l.tried.at);
   hcp__waves_destroy(l.waves);

@@ -15,7 +15,7 @@
  * sequences that these look at, for each sequence and for so many more, on one node and on
  * several, where plans begin worse; how much more a height counts than what is computed;
  * and the share of the sequences among which two change places. */
-enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 8192, MORE = 128, HEIGHT = 31, NEAR = 32 };
+enum { TIMES = 1 << 17, LOOKS = 1792, NODE_LOOKS = 7168, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 /* The part of the makespan, as a shift, that a first step may lose, less how warm it is. */
 enum { WARM = 9 };
