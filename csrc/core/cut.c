@@ -63,24 +63,24 @@ hcp__cut *hcp__cut_create(const hcp__chunk *chunks, int32_t count, int32_t degre
   return cut;
 }
 
-hcp__cut *hcp__cut_by_documents(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
+hcp__cut *hcp__cut_by_stretches(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
                                 int32_t degree) {
-  size_t n = (size_t)cut->count, documents = (size_t)hcp__document_count(plan, sequence);
+  size_t n = (size_t)cut->count, stretches = (size_t)hcp__stretch_count(plan, sequence);
   hcp__cut *made =
-      calloc(1, sizeof *made + n * sizeof(hcp__chunk) + (n + documents) * sizeof(hcp__piece) +
+      calloc(1, sizeof *made + n * sizeof(hcp__chunk) + (n + stretches) * sizeof(hcp__piece) +
                     ((size_t)degree + 1) * sizeof(int32_t));
   if (made == NULL) return NULL;
   hcp__chunk *chunk = (hcp__chunk *)(made + 1);
   hcp__piece *piece = (hcp__piece *)(chunk + n);
-  int32_t *first = (int32_t *)(piece + n + documents), at = 0;
+  int32_t *first = (int32_t *)(piece + n + stretches), at = 0;
   memcpy(chunk, cut->chunks, n * sizeof *chunk);
   for (int32_t k = 0; k < degree; k++) {
     for (int32_t p = cut->first[k]; p < cut->first[k + 1]; p++) {
       int64_t token = cut->pieces[p].start, end = token + cut->pieces[p].rows;
       while (token < end) {
-        int64_t i = hcp__document_at(plan, sequence, token);
-        hcp__piece document = hcp__document(plan, sequence, i);
-        int64_t next = hcp__least(end, document.start + document.rows);
+        int64_t i = hcp__stretch_at(plan, sequence, token);
+        hcp__piece stretch = hcp__stretch(plan, sequence, i);
+        int64_t next = hcp__least(end, stretch.start + stretch.rows);
         piece[at++] = (hcp__piece){token, next - token};
         token = next;
       }

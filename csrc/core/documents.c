@@ -109,7 +109,8 @@ static int find_documents(search *of) {
   return !branching;
 }
 
-static void find_all(const hcp_plan *plan, hcp__documents *made, char *crossed) {
+/* `branching` has room for whether each sequence is. */
+static void find_all(const hcp_plan *plan, hcp__documents *made, char *crossed, char *branching) {
   int64_t *first = (int64_t *)(made + 1), *starts = first + plan->n + 1;
   made->first = first;
   made->starts = starts;
@@ -118,9 +119,17 @@ static void find_all(const hcp_plan *plan, hcp__documents *made, char *crossed) 
   for (int32_t i = 0; i < plan->n; i++) {
     search of = {plan, i, 0, starts + first[i] + 1, crossed};
     starts[first[i]] = 0;
-    if (!find_documents(&of) && made->branching < 0) made->branching = i;
+    branching[i] = (char)!find_documents(&of);
+    if (branching[i] && made->branching < 0) made->branching = i;
     first[i + 1] = first[i] + 1 + of.count;
   }
+}
+
+/* Returns 0 when out of memory. */
+static int find_stretches(const hcp_plan *plan, hcp__documents *made, const char *branching) {
+  made->stretches = NULL;
+  if (made->branching >= 0) made->stretches = hcp__stretches_create(plan, branching);
+  return made->branching < 0 || made->stretches != NULL;
 }
 
 int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents) {
@@ -128,15 +137,19 @@ int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents) {
   if (plan->masks->first_run == NULL) return 1;
   size_t n = (size_t)plan->n, runs = (size_t)plan->masks->first_run[n];
   hcp__documents *made = malloc(sizeof *made + (n + 1 + n + runs) * sizeof(int64_t));
-  char *crossed = malloc(runs + 1);
+  char *crossed = malloc(runs + 1 + n);
   if (made != NULL && crossed != NULL) {
-    find_all(plan, made, crossed);
-    *documents = made;
-  } else {
-    free(made);
+    find_all(plan, made, crossed, crossed + runs + 1);
+    if (find_stretches(plan, made, crossed + runs + 1)) *documents = made;
   }
+  if (*documents == NULL) free(made);
   free(crossed);
   return *documents != NULL;
+}
+
+void hcp__documents_release(hcp__documents *documents) {
+  if (documents != NULL) free(documents->stretches);
+  free(documents);
 }
 
 int64_t hcp__document_count(const hcp_plan *plan, int32_t sequence) {

@@ -176,27 +176,44 @@ hcp__cut *hcp__cut_zigzag(const hcp__zigzag *z);
  * Every place has as many rows as under zigzag. Returns 0 when out of memory. */
 int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut);
 
-/* The cut of a sequence with its pieces divided where documents begin, NULL: out of memory. */
-hcp__cut *hcp__cut_by_documents(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
+/* The cut of a sequence with its pieces divided where stretches begin, NULL: out of memory. */
+hcp__cut *hcp__cut_by_stretches(const hcp__cut *cut, const hcp_plan *plan, int32_t sequence,
                                 int32_t degree);
 
 /* ---- Documents of masked sequences (documents.c) ---- */
 
+/* The stretches of a plan's sequences with branches. */
+typedef struct hcp__stretches hcp__stretches;
+
 /* Where the documents of all sequences begin. */
 typedef struct hcp__documents {
-  int32_t branching;     /* the first sequence with branches, -1: none  */
-  const int64_t *first;  /* n + 1                                       */
-  const int64_t *starts; /* tokens, of each sequence from first[i] on   */
+  int32_t branching;         /* the first sequence with branches, -1: none  */
+  hcp__stretches *stretches; /* NULL: no sequence has branches              */
+  const int64_t *first;      /* n + 1                                       */
+  const int64_t *starts;     /* tokens, of each sequence from first[i] on   */
 } hcp__documents;
 
 /* Of a plan that has its masks. *documents is NULL where no sequence has positions of its own.
  * Returns 0 when out of memory. */
 int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents);
+void hcp__documents_release(hcp__documents *documents);
 
 /* Documents of a sequence, 1 without masks; the number of the one that has a token; its tokens. */
 int64_t hcp__document_count(const hcp_plan *plan, int32_t sequence);
 int64_t hcp__document_at(const hcp_plan *plan, int32_t sequence, int64_t token);
 hcp__piece hcp__document(const hcp_plan *plan, int32_t sequence, int64_t i);
+
+/* ---- Stretches of trees (stretches.c) ---- */
+
+/* Of the plan's sequences that are `branching` (n). NULL: out of memory. The caller frees it. */
+hcp__stretches *hcp__stretches_create(const hcp_plan *plan, const char *branching);
+
+/* Stretches of a sequence, which ascend by their tokens; without branches they are its documents.
+ * The number of the one that has a token; its tokens; the one that it continues, -1: none. */
+int64_t hcp__stretch_count(const hcp_plan *plan, int32_t sequence);
+int64_t hcp__stretch_at(const hcp_plan *plan, int32_t sequence, int64_t token);
+hcp__piece hcp__stretch(const hcp_plan *plan, int32_t sequence, int64_t i);
+int64_t hcp__stretch_parent(const hcp_plan *plan, int32_t sequence, int64_t i);
 
 /* What masks add to a plan (mask.c). */
 void hcp__masks_release(hcp_plan *plan);

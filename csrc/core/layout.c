@@ -179,12 +179,12 @@ hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t r
 /* ---- the value ---- */
 
 typedef struct sizes {
-  int32_t sequences, documents, spans, degree;
+  int32_t sequences, documents, stretches, spans, degree;
   int64_t rows; /* padding included */
 } sizes;
 
 static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank) {
-  sizes size = {0, 0, 0, 0, 0};
+  sizes size = {0};
   if (group == NULL) return size;
   size.sequences = group->sequences;
   size.degree = group->degree;
@@ -195,6 +195,7 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
     int32_t n = hcp__held(plan, group, s, rank - group->first_rank, own, &pieces);
     int32_t sequence = plan->sequences[group->first_sequence + s];
     size.documents += (int32_t)hcp__document_count(plan, sequence);
+    size.stretches += (int32_t)hcp__stretch_count(plan, sequence);
     size.spans += n;
     for (int32_t p = 0; p < n; p++) size.rows += pieces[p].rows;
   }
@@ -204,11 +205,11 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
 /* The layout and its arrays are one allocation, widest elements first. */
 static hcp_layout *allocate(const sizes *size) {
   size_t sequences = (size_t)size->sequences, documents = (size_t)size->documents;
-  size_t spans = (size_t)size->spans + documents;
+  size_t stretches = (size_t)size->stretches, spans = (size_t)size->spans + documents + stretches;
   hcp_layout *layout =
       malloc(sizeof *layout + spans * sizeof(hcp_span) + sequences * sizeof(int64_t) +
              (size_t)size->rows * sizeof(int64_t) + (size_t)size->degree * sizeof(int64_t) +
-             (2 * sequences + 1) * sizeof(int32_t));
+             (2 * sequences + 1 + stretches) * sizeof(int32_t));
   if (layout == NULL) return NULL;
   memset(layout, 0, sizeof *layout);
   hcp_span *span = (hcp_span *)(layout + 1);
@@ -216,12 +217,14 @@ static hcp_layout *allocate(const sizes *size) {
   int64_t *paddings = positions + size->rows;
   int32_t *cu_seqlens = (int32_t *)(paddings + size->degree);
   layout->documents = span;
-  layout->spans = span + documents;
+  layout->stretches = span + documents;
+  layout->spans = span + documents + stretches;
   layout->lengths = lengths;
   layout->positions = positions;
   layout->paddings = paddings;
   layout->cu_seqlens = cu_seqlens;
   layout->sequences = cu_seqlens + sequences + 1;
+  layout->parents = layout->sequences + sequences;
   return layout;
 }
 
@@ -234,10 +237,34 @@ static void fill_padding(const hcp_plan *plan, const hcp_group *group, hcp_layou
   for (int64_t i = 0; i < layout->padding; i++) positions[layout->rows++] = 0;
 }
 
+static void fill_documents(const hcp_plan *plan, int32_t sequence, int32_t index,
+                           hcp_layout *layout) {
+  hcp_span *documents = (hcp_span *)(uintptr_t)layout->documents;
+  for (int64_t i = 0; i < hcp__document_count(plan, sequence); i++) {
+    hcp__piece document = hcp__document(plan, sequence, i);
+    int32_t number = layout->document_count++;
+    documents[number] = (hcp_span){index, number, document.start, document.rows};
+  }
+}
+
+/* After the sequence's documents, of which `first` is the first. */
+static void fill_stretches(const hcp_plan *plan, int32_t sequence, int32_t index, int64_t first,
+                           hcp_layout *layout) {
+  hcp_span *stretches = (hcp_span *)(uintptr_t)layout->stretches;
+  int32_t *parents = (int32_t *)(uintptr_t)layout->parents, before = layout->stretch_count;
+  for (int64_t i = 0; i < hcp__stretch_count(plan, sequence); i++) {
+    hcp__piece stretch = hcp__stretch(plan, sequence, i);
+    int64_t parent = hcp__stretch_parent(plan, sequence, i);
+    int64_t document = first + hcp__document_at(plan, sequence, stretch.start);
+    parents[layout->stretch_count] = parent < 0 ? -1 : before + (int32_t)parent;
+    stretches[layout->stretch_count++] =
+        (hcp_span){index, (int32_t)document, stretch.start, stretch.rows};
+  }
+}
+
 static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
   /* Constant for readers, ours to write once. */
   hcp_span *spans = (hcp_span *)(uintptr_t)layout->spans;
-  hcp_span *documents = (hcp_span *)(uintptr_t)layout->documents;
   int64_t *lengths = (int64_t *)(uintptr_t)layout->lengths;
   int64_t *positions = (int64_t *)(uintptr_t)layout->positions;
   int32_t *cu_seqlens = (int32_t *)(uintptr_t)layout->cu_seqlens;
@@ -249,11 +276,8 @@ static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layou
     sequences[s] = plan->sequences[group->first_sequence + s];
     lengths[s] = plan->lengths[sequences[s]];
     int32_t first = layout->document_count;
-    for (int64_t i = 0; i < hcp__document_count(plan, sequences[s]); i++) {
-      hcp__piece document = hcp__document(plan, sequences[s], i);
-      int32_t number = layout->document_count++;
-      documents[number] = (hcp_span){s, number, document.start, document.rows};
-    }
+    fill_documents(plan, sequences[s], s, layout);
+    fill_stretches(plan, sequences[s], s, first, layout);
     int32_t n = hcp__held(plan, group, s, layout->rank - group->first_rank, own, &pieces);
     for (int32_t p = 0; p < n; p++) {
       int64_t document = first + hcp__document_at(plan, sequences[s], pieces[p].start);

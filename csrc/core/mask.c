@@ -108,12 +108,12 @@ static hcp_masks *copy_of(const hcp_masks *masks, int32_t count, int32_t n) {
   return made;
 }
 
-/* Divides the pieces of a sequence where its documents begin; under zigzag, too. */
+/* Divides the pieces of a sequence where its stretches begin; under zigzag, too. */
 static int divide(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut) {
   hcp__zigzag z = hcp__zigzag_of(plan, sequence, degree);
   if (*cut == NULL) *cut = hcp__cut_zigzag(&z);
   if (*cut == NULL) return 0;
-  hcp__cut *divided = hcp__cut_by_documents(*cut, plan, sequence, degree);
+  hcp__cut *divided = hcp__cut_by_stretches(*cut, plan, sequence, degree);
   free(*cut);
   *cut = divided;
   return divided != NULL;
@@ -125,7 +125,7 @@ static int make_cuts(const hcp_plan *plan, hcp__cut **cuts) {
     for (int32_t s = 0; s < group->sequences; s++) {
       int32_t sequence = plan->sequences[group->first_sequence + s], degree = group->degree;
       if (degree > 1 && !hcp__cut_balanced(plan, sequence, degree, &cuts[sequence])) return 0;
-      if (hcp__document_count(plan, sequence) > 1 &&
+      if (hcp__stretch_count(plan, sequence) > 1 &&
           !divide(plan, sequence, degree, &cuts[sequence]))
         return 0;
     }
@@ -151,7 +151,7 @@ void hcp__masks_release(hcp_plan *plan) {
   for (int32_t i = 0; plan->cuts != NULL && i < plan->n; i++)
     free((void *)(uintptr_t)plan->cuts[i]);
   free((void *)(uintptr_t)plan->cuts);
-  free((void *)(uintptr_t)plan->documents);
+  hcp__documents_release((hcp__documents *)(uintptr_t)plan->documents);
   free((void *)(uintptr_t)plan->masks);
   plan->cuts = NULL;
   plan->documents = NULL;

@@ -215,48 +215,74 @@ hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int3
 
 /* ---- roll ---- */
 
-/* Each piece of a rank becomes the tokens from `shift` before its start on,
+/* Each piece of a rank becomes the tokens from `shift` before its start on, on its path,
  * `more` tokens more than it has. */
 typedef struct roll {
   const hcp_plan *plan;
   const hcp_group *group;
   int64_t shift, more;
+  int64_t *rows; /* scratch for every piece of a place */
 } roll;
 
 /* Pieces of a sequence that one rank holds. */
 typedef struct holding {
   const hcp__piece *pieces;
   int32_t count;
-  int64_t row; /* of the first one's, in what the rank holds or gets */
 } holding;
 
-/* Appends the rows of an owner's pieces that a reader's pieces want. Both ascend: of the owner's
- * pieces, those before `next` end too early for all that is wanted later. */
-static void append_sequence(const roll *r, int32_t sequence, holding owned, holding wanted,
-                            int loads, hcp__lists *lists, int64_t *wire) {
-  int64_t owner_row = owned.row, reader_row = wanted.row;
-  int32_t next = 0;
-  for (int32_t w = 0; w < wanted.count; w++) {
-    int64_t start = wanted.pieces[w].start, i = hcp__document_at(r->plan, sequence, start);
-    hcp__piece document = hcp__document(r->plan, sequence, i);
-    int64_t from = start - r->shift, rows = wanted.pieces[w].rows + r->more;
-    int64_t begin = hcp__most(from, document.start);
-    int64_t end = hcp__least(from + rows, document.start + document.rows);
-    for (; next < owned.count; next++) {
-      const hcp__piece *x = &owned.pieces[next];
-      if (x->start + x->rows > begin) break;
-      owner_row += x->rows;
-    }
-    int64_t row = owner_row;
-    for (int32_t o = next; o < owned.count && owned.pieces[o].start < end; o++) {
-      const hcp__piece *x = &owned.pieces[o];
-      int64_t first = hcp__most(x->start, begin), last = hcp__least(x->start + x->rows, end);
-      int64_t here = loads ? row + first - x->start : reader_row + first - from;
-      append_move(lists, loads ? LOADS : STORES, here, *wire, last - first);
-      *wire += hcp__most(0, last - first);
-      row += x->rows;
-    }
-    reader_row += rows;
+/* The owner's side of an exchange of a sequence's rows, and where these are noted. */
+typedef struct exchange {
+  holding owned;
+  const int64_t *rows; /* of the owner's, where each piece begins */
+  int loads;
+  hcp__lists *lists;
+  int64_t *wire;
+} exchange;
+
+/* The first piece that ends after a token. */
+static int32_t piece_after(const holding *of, int64_t token) {
+  int32_t low = 0, high = of->count;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (of->pieces[middle].start + of->pieces[middle].rows > token)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+/* Appends the owner's tokens of [begin, end), of which the reader wants the first at a row. */
+static void append_tokens(const exchange *x, int64_t begin, int64_t end, int64_t reader_row) {
+  if (begin >= end) return;
+  for (int32_t o = piece_after(&x->owned, begin); o < x->owned.count; o++) {
+    const hcp__piece *piece = &x->owned.pieces[o];
+    if (piece->start >= end) return;
+    int64_t first = hcp__most(piece->start, begin);
+    int64_t last = hcp__least(piece->start + piece->rows, end);
+    int64_t here = x->loads ? x->rows[o] + first - piece->start : reader_row + first - begin;
+    append_move(x->lists, x->loads ? LOADS : STORES, here, *x->wire, last - first);
+    *x->wire += last - first;
+  }
+}
+
+/* Appends the rows of an owner's pieces that a reader's piece wants: of its stretch, then of those
+ * that this one continues. */
+static void append_piece(const roll *r, const exchange *x, int32_t sequence, hcp__piece wanted,
+                         int64_t reader_row) {
+  int64_t i = hcp__stretch_at(r->plan, sequence, wanted.start);
+  int64_t from = wanted.start - r->shift, end = from + wanted.rows + r->more;
+  hcp__piece stretch = hcp__stretch(r->plan, sequence, i);
+  int64_t start = stretch.start,
+          stop = stretch.start + stretch.rows; /* as if its path had no gap */
+  for (;;) {
+    int64_t begin = hcp__most(from, start), ahead = stretch.start - start;
+    append_tokens(x, begin + ahead, hcp__least(end, stop) + ahead, reader_row + begin - from);
+    i = start > from ? hcp__stretch_parent(r->plan, sequence, i) : -1;
+    if (i < 0) return;
+    stretch = hcp__stretch(r->plan, sequence, i);
+    stop = start;
+    start -= stretch.rows;
   }
 }
 
@@ -265,15 +291,22 @@ static void append_sequence(const roll *r, int32_t sequence, holding owned, hold
  * owner notes where it loads them, the reader where it stores them. */
 static void append_exchange(const roll *r, int32_t owner, int32_t reader, int loads,
                             hcp__lists *lists, int64_t *wire) {
-  holding owned = {0}, wanted = {0};
+  exchange x = {.rows = r->rows, .loads = loads, .lists = lists, .wire = wire};
+  int64_t owner_row = 0, reader_row = 0;
   for (int32_t s = 0; s < r->group->sequences; s++) {
     hcp__piece own[2], theirs[2];
-    owned.count = hcp__held(r->plan, r->group, s, owner, own, &owned.pieces);
-    wanted.count = hcp__held(r->plan, r->group, s, reader, theirs, &wanted.pieces);
-    append_sequence(r, r->plan->sequences[r->group->first_sequence + s], owned, wanted, loads,
-                    lists, wire);
-    for (int32_t w = 0; w < wanted.count; w++) wanted.row += wanted.pieces[w].rows + r->more;
-    for (int32_t o = 0; o < owned.count; o++) owned.row += owned.pieces[o].rows;
+    const hcp__piece *wanted;
+    int32_t sequence = r->plan->sequences[r->group->first_sequence + s];
+    x.owned.count = hcp__held(r->plan, r->group, s, owner, own, &x.owned.pieces);
+    int32_t count = hcp__held(r->plan, r->group, s, reader, theirs, &wanted);
+    for (int32_t o = 0; o < x.owned.count; o++) {
+      r->rows[o] = owner_row;
+      owner_row += x.owned.pieces[o].rows;
+    }
+    for (int32_t w = 0; w < count; w++) {
+      append_piece(r, &x, sequence, wanted[w], reader_row);
+      reader_row += wanted[w].rows + r->more;
+    }
   }
 }
 
@@ -305,22 +338,37 @@ static void roll_rows(const roll *r, int32_t j, hcp__lists *lists, totals *total
   total->output = total->source + pieces_of(r, j) * r->more;
 }
 
+/* The most pieces that a place has of a sequence. */
+static int32_t most_pieces(const roll *r) {
+  int32_t most = 1;
+  for (int32_t s = 0; r->group != NULL && s < r->group->sequences; s++) {
+    int32_t held = hcp__held_most(r->plan, r->group, s);
+    most = held > most ? held : most;
+  }
+  return most;
+}
+
 static hcp_status build_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                              int64_t more, hcp_table **route, hcp_error *err) {
   hcp__lists lists;
   totals total = {0, 0, 0, 0};
-  roll r = {plan, hcp__group_of(plan, micro_batch, rank), shift, more};
+  roll r = {plan, hcp__group_of(plan, micro_batch, rank), shift, more, NULL};
+  r.rows = malloc((size_t)most_pieces(&r) * sizeof *r.rows);
+  if (r.rows == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a route");
   hcp__lists_init(&lists, widths, LIST_COUNT);
   if (r.group != NULL) roll_rows(&r, rank - r.group->first_rank, &lists, &total);
   hcp_status status = finish(&lists, total, 0, route, err);
   hcp__lists_release(&lists);
+  free(r.rows);
   return status;
 }
 
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status == HCP_OK) status = hcp_plan_expect_no_branches(plan, "hcp_route_roll", err);
+  if (status == HCP_OK)
+    status = shift < 0 ? hcp_plan_expect_no_branches(plan, "hcp_route_roll", err)
+                       : hcp_plan_expect_trees(plan, "hcp_route_roll", err);
   if (status != HCP_OK) return status;
   if (shift < -HCP__LENGTH_MAX || shift > HCP__LENGTH_MAX)
     return hcp__fail(err, HCP_INVALID, "shift is %lld, expected -2^40 to 2^40", (long long)shift);
@@ -352,7 +400,7 @@ static int64_t most_before(const hcp_plan *plan, int32_t micro_batch) {
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status == HCP_OK) status = hcp_plan_expect_no_branches(plan, "hcp_route_halo", err);
+  if (status == HCP_OK) status = hcp_plan_expect_trees(plan, "hcp_route_halo", err);
   if (status != HCP_OK) return status;
   int64_t most = most_before(plan, micro_batch);
   if (before < 0 || before > most)

@@ -1,7 +1,8 @@
 /* states.c - states passed from rank to rank along documents, for recurrent layers.
  *
- * The order of a span is its number in its document, over all ranks; the place of a rank is
- * its number in the group. A rank's padding is a document of its own, which nothing enters. */
+ * A stretch is a document, or a part of one with branches: see stretches.c. The order of a span is
+ * its number in its stretch, over all ranks; its depth, that on its path; the place of a rank, its
+ * number in the group. A rank's padding is a document of its own, which nothing enters. */
 #include <stdlib.h>
 
 #include "internal.h"
@@ -24,23 +25,30 @@ typedef struct held {
   int32_t place, span; /* span: its number on that rank */
 } held;
 
-/* Own spans: where they stand in documents. */
+/* Where a span stands. */
 typedef struct standing {
-  int64_t document, order;
+  int64_t stretch, order;
 } standing;
 
-/* All spans of a group, by document and order. */
+/* All spans of a group, by stretch and order. */
 typedef struct group_spans {
   const hcp_group *group;
   int32_t place, own_count; /* of this rank, padding not counted */
-  int64_t documents;
-  int64_t *first;  /* documents + 1 */
-  held *held;      /* first[documents] */
+  int64_t stretches;
+  int64_t *first;       /* stretches + 1 */
+  int64_t *parents;     /* stretches: that each continues, -1: none */
+  int64_t *depths;      /* stretches: those of their first spans */
+  int64_t *reach; /* stretches: how many of its first spans a place wants, -1: it has none */
+  int64_t *touched; /* touched_count: stretches with a reach */
+  int64_t touched_count;
+  held *held; /* first[stretches] */
+  int64_t *first_of; /* degree + 1: where the spans of a place begin among these */
+  standing *by_place; /* first[stretches]: spans of place 0, then those of place 1 ... */
+  const standing *own; /* own_count */
   int64_t *counts; /* degree, 2 for each: scratch */
-  standing *own;   /* own_count */
 } group_spans;
 
-/* ---- spans by document ---- */
+/* ---- spans by stretch ---- */
 
 static int by_start(const void *a, const void *b) {
   int64_t left = ((const held *)a)->start, right = ((const held *)b)->start;
@@ -48,12 +56,12 @@ static int by_start(const void *a, const void *b) {
 }
 
 static void count_spans(const hcp_plan *plan, const hcp_group *group, int64_t *spans,
-                        int64_t *documents) {
-  *spans = *documents = 0;
+                        int64_t *stretches) {
+  *spans = *stretches = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     hcp__piece own[2];
     const hcp__piece *pieces;
-    *documents += hcp__document_count(plan, plan->sequences[group->first_sequence + s]);
+    *stretches += hcp__stretch_count(plan, plan->sequences[group->first_sequence + s]);
     for (int32_t j = 0; j < group->degree; j++)
       *spans += hcp__held(plan, group, s, j, own, &pieces);
   }
@@ -73,56 +81,120 @@ static int64_t hold_sequence(const hcp_plan *plan, group_spans *all, int32_t s, 
   return n;
 }
 
+static int64_t spans_of(const group_spans *all, int64_t stretch) {
+  return all->first[stretch + 1] - all->first[stretch];
+}
+
+/* A stretch comes after the one that it continues. */
+static void find_depth(const hcp_plan *plan, group_spans *all, int32_t sequence, int64_t i) {
+  int64_t stretch = all->stretches - 1, parent = hcp__stretch_parent(plan, sequence, i);
+  if (parent >= 0) parent += stretch - i;
+  all->parents[stretch] = parent;
+  all->depths[stretch] = parent < 0 ? 0 : all->depths[parent] + spans_of(all, parent);
+  all->reach[stretch] = -1;
+}
+
 static void find_spans(const hcp_plan *plan, group_spans *all) {
   int64_t at = 0;
   for (int32_t j = 0; j < all->group->degree; j++) all->counts[j] = 0;
   for (int32_t s = 0; s < all->group->sequences; s++) {
     int32_t sequence = plan->sequences[all->group->first_sequence + s];
     int64_t end = at + hold_sequence(plan, all, s, all->held + at);
-    for (int64_t d = 0; d < hcp__document_count(plan, sequence); d++) {
-      hcp__piece document = hcp__document(plan, sequence, d);
-      all->first[all->documents++] = at;
-      while (at < end && all->held[at].start < document.start + document.rows) at++;
+    for (int64_t i = 0; i < hcp__stretch_count(plan, sequence); i++) {
+      hcp__piece stretch = hcp__stretch(plan, sequence, i);
+      all->first[all->stretches++] = at;
+      while (at < end && all->held[at].start < stretch.start + stretch.rows) at++;
+      find_depth(plan, all, sequence, i);
     }
   }
-  all->first[all->documents] = at;
+  all->first[all->stretches] = at;
+}
+
+static void find_places(group_spans *all) {
+  all->first_of[0] = 0;
+  for (int32_t j = 0; j < all->group->degree; j++)
+    all->first_of[j + 1] = all->first_of[j] + all->counts[j];
+  for (int64_t d = 0; d < all->stretches; d++)
+    for (int64_t i = all->first[d]; i < all->first[d + 1]; i++)
+      all->by_place[all->first_of[all->held[i].place] + all->held[i].span] =
+          (standing){d, i - all->first[d]};
+  all->own = all->by_place + all->first_of[all->place];
   all->own_count = (int32_t)all->counts[all->place];
 }
 
-static void find_own(group_spans *all) {
-  for (int64_t d = 0; d < all->documents; d++)
-    for (int64_t i = all->first[d]; i < all->first[d + 1]; i++)
-      if (all->held[i].place == all->place)
-        all->own[all->held[i].span] = (standing){d, i - all->first[d]};
-}
-
+/* One allocation, which begins at all->held. */
 static hcp_status spans_create(const hcp_plan *plan, const hcp_group *group, int32_t rank,
                                group_spans *all, hcp_error *err) {
-  int64_t spans, documents;
-  count_spans(plan, group, &spans, &documents);
+  int64_t spans, stretches;
+  count_spans(plan, group, &spans, &stretches);
   *all = (group_spans){.group = group, .place = rank - group->first_rank};
-  size_t counts = 2 * (size_t)group->degree;
-  all->held = calloc(1, (size_t)spans * (sizeof *all->held + sizeof *all->own) +
-                            ((size_t)documents + 1 + counts) * sizeof(int64_t));
+  size_t words = 5 * (size_t)stretches + 1 + 3 * (size_t)group->degree + 1;
+  all->held = calloc(
+      1, (size_t)spans * (sizeof *all->held + sizeof *all->by_place) + words * sizeof(int64_t));
   if (all->held == NULL)
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %lld spans", (long long)spans);
-  all->own = (standing *)(all->held + spans);
-  all->first = (int64_t *)(all->own + spans);
-  all->counts = all->first + documents + 1;
+  all->by_place = (standing *)(all->held + spans);
+  all->first = (int64_t *)(all->by_place + spans);
+  all->parents = all->first + stretches + 1;
+  all->depths = all->parents + stretches;
+  all->reach = all->depths + stretches;
+  all->touched = all->reach + stretches;
+  all->first_of = all->touched + stretches;
+  all->counts = all->first_of + group->degree + 1;
   find_spans(plan, all);
-  find_own(all);
+  find_places(all);
   return HCP_OK;
 }
 
-static int64_t spans_of(const group_spans *all, int64_t document) {
-  return all->first[document + 1] - all->first[document];
+static int64_t depth_of(const group_spans *all, standing at) {
+  return all->depths[at.stretch] + at.order;
+}
+
+/* The span so many before one, at most its depth, on its path. */
+static standing before(const group_spans *all, standing at, int64_t back) {
+  while (back > at.order) {
+    back -= at.order;
+    at.stretch = all->parents[at.stretch];
+    at.order = spans_of(all, at.stretch);
+  }
+  return (standing){at.stretch, at.order - back};
+}
+
+static const held *held_at(const group_spans *all, standing at) {
+  return &all->held[all->first[at.stretch] + at.order];
+}
+
+/* ---- what a place wants of a gathering ---- */
+
+static void touch(group_spans *all, int64_t stretch, int64_t spans) {
+  if (all->reach[stretch] < 0) all->touched[all->touched_count++] = stretch;
+  all->reach[stretch] = hcp__most(all->reach[stretch], spans);
+}
+
+/* Notes in `reach` all spans before those of a place, on their paths. */
+static void find_reach(group_spans *all, int32_t place) {
+  for (int64_t i = 0; i < all->touched_count; i++) all->reach[all->touched[i]] = -1;
+  all->touched_count = 0;
+  for (int64_t s = all->first_of[place]; s < all->first_of[place + 1]; s++) {
+    standing at = all->by_place[s];
+    touch(all, at.stretch, at.order);
+    for (int64_t up = all->parents[at.stretch]; up >= 0; up = all->parents[up]) {
+      if (all->reach[up] == spans_of(all, up)) break; /* and so are those that it continues */
+      touch(all, up, spans_of(all, up));
+    }
+  }
+}
+
+static int is_wanted(const group_spans *all, standing at) {
+  return all->reach[at.stretch] > at.order;
 }
 
 /* ---- what travels ---- */
 
 static int64_t longest(const group_spans *all) {
   int64_t most = 0;
-  for (int64_t d = 0; d < all->documents; d++) most = hcp__most(most, spans_of(all, d) - 1);
+  for (int64_t d = 0; d < all->stretches; d++)
+    most = hcp__most(most, all->depths[d] + spans_of(all, d) - 1);
   return most;
 }
 
@@ -135,9 +207,9 @@ static int32_t rounds_for(int64_t most) {
   return rounds;
 }
 
-/* The first order that wants a map in a round. A document's first span has none of spans before
- * it: from the second round on, nobody wants it. */
-static int64_t least_order(int32_t round) { return stride_of(round) + (round == 0 ? 0 : 1); }
+/* The least depth that wants a map in a round. A span of depth 0 has none of spans before it: from
+ * the second round on, nobody wants it. */
+static int64_t least_depth(int32_t round) { return stride_of(round) + (round == 0 ? 0 : 1); }
 
 static int64_t most_of(const int64_t *counts, int32_t n) {
   int64_t most = 0;
@@ -146,27 +218,42 @@ static int64_t most_of(const int64_t *counts, int32_t n) {
 }
 
 /* Rows that the busiest rank gets from others when each gets the maps of all spans before its
- * last ones: of a document, as many as the order of its last span, but for its own. */
+ * last ones, but for its own. */
 static int64_t rows_gathered(group_spans *all) {
-  int64_t *rows = all->counts, *seen = rows + all->group->degree;
-  for (int32_t j = 0; j < all->group->degree; j++) rows[j] = 0, seen[j] = -1;
-  for (int64_t d = 0; d < all->documents; d++)
-    for (int64_t i = all->first[d + 1] - 1; i >= all->first[d]; i--) {
-      int32_t j = all->held[i].place;
-      rows[j] += seen[j] == d ? -1 : i - all->first[d];
-      seen[j] = d;
-    }
-  return most_of(rows, all->group->degree);
+  for (int32_t j = 0; j < all->group->degree; j++) {
+    int64_t rows = 0;
+    find_reach(all, j);
+    for (int64_t i = 0; i < all->touched_count; i++) rows += all->reach[all->touched[i]];
+    for (int64_t s = all->first_of[j]; s < all->first_of[j + 1]; s++)
+      rows -= is_wanted(all, all->by_place[s]);
+    all->counts[j] = rows;
+  }
+  return most_of(all->counts, all->group->degree);
 }
 
-static int64_t rows_by_rounds(group_spans *all, int32_t rounds) {
-  int64_t *rows = all->counts;
-  for (int32_t j = 0; j < all->group->degree; j++) rows[j] = 0;
-  for (int32_t r = 0; r < rounds; r++)
-    for (int64_t d = 0; d < all->documents; d++)
-      for (int64_t i = all->first[d] + least_order(r); i < all->first[d + 1]; i++)
-        rows[all->held[i].place] += all->held[i].place != all->held[i - stride_of(r)].place;
-  return most_of(rows, all->group->degree);
+/* Those that a place gets in a round, each once. *seen has, of all spans, the last place that
+ * wanted each. */
+static int64_t rows_of_round(const group_spans *all, int32_t place, int32_t round, int32_t *seen) {
+  int64_t rows = 0;
+  for (int64_t s = all->first_of[place]; s < all->first_of[place + 1]; s++) {
+    standing at = all->by_place[s];
+    if (depth_of(all, at) < least_depth(round)) continue;
+    const held *wanted = held_at(all, before(all, at, stride_of(round)));
+    int32_t *last = &seen[wanted - all->held];
+    rows += wanted->place != place && *last != place;
+    *last = place;
+  }
+  return rows;
+}
+
+static int64_t rows_by_rounds(group_spans *all, int32_t rounds, int32_t *seen) {
+  for (int32_t j = 0; j < all->group->degree; j++) all->counts[j] = 0;
+  for (int32_t r = 0; r < rounds; r++) {
+    for (int64_t i = 0; i < all->first[all->stretches]; i++) seen[i] = -1;
+    for (int32_t j = 0; j < all->group->degree; j++)
+      all->counts[j] += rows_of_round(all, j, r, seen);
+  }
+  return most_of(all->counts, all->group->degree);
 }
 
 hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
@@ -179,9 +266,15 @@ hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t
   if (group == NULL) return HCP_OK;
   status = spans_create(plan, group, rank, &all, err);
   if (status != HCP_OK) return status;
+  int32_t *seen = malloc((size_t)all.first[all.stretches] * sizeof *seen + 1);
+  if (seen == NULL) {
+    free(all.held);
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for rounds of states");
+  }
   rows->rounds = rounds_for(longest(&all));
   rows->gathered = rows_gathered(&all);
-  rows->by_rounds = rows_by_rounds(&all, rows->rounds);
+  rows->by_rounds = rows_by_rounds(&all, rows->rounds, seen);
+  free(seen);
   free(all.held);
   return HCP_OK;
 }
@@ -194,14 +287,18 @@ static void append_key(hcp__lists *lists, int32_t list, int32_t place, int32_t s
   hcp__append(lists, list, (const int64_t[]){key_of(place, span), hcp__records(lists, list)});
 }
 
-static void append_moves(hcp__lists *lists, int32_t section, int32_t list, int32_t first_rank) {
-  int64_t n = hcp__records(lists, list), begin = 0;
+/* A list that ascends by its keys. Returns how many different ones it has. */
+static int64_t append_moves(hcp__lists *lists, int32_t section, int32_t list, int32_t first_rank) {
+  int64_t n = hcp__records(lists, list), begin = 0, end = 0;
   for (int64_t i = 0; i < n; i++) {
-    int64_t peer = hcp__record(lists, list, i)[0] >> 32;
-    if (i + 1 < n && hcp__record(lists, list, i + 1)[0] >> 32 == peer) continue;
-    hcp__append(lists, section, (const int64_t[]){first_rank + peer, begin, i + 1 - begin});
-    begin = i + 1;
+    int64_t key = hcp__record(lists, list, i)[0], next = -1;
+    if (i + 1 < n) next = hcp__record(lists, list, i + 1)[0];
+    end += next != key;
+    if (next >= 0 && next >> 32 == key >> 32) continue;
+    hcp__append(lists, section, (const int64_t[]){first_rank + (key >> 32), begin, end - begin});
+    begin = end;
   }
+  return end;
 }
 
 /* Joined to the last record when it continues that one, which no path shares with another. */
@@ -212,10 +309,26 @@ static void append_row(hcp__lists *lists, int32_t section, int32_t first_of_path
     hcp__append_rows(lists, section, row, 1);
 }
 
+/* Own spans, each once for each rank that wants it. */
+static void append_pack(hcp__lists *lists) {
+  int64_t last = -1;
+  for (int64_t i = 0; i < hcp__records(lists, GIVEN); i++) {
+    int64_t key = hcp__record(lists, GIVEN, i)[0];
+    if (key != last) append_row(lists, HCP_STATES_PACK, i == 0, key & INT32_MAX);
+    last = key;
+  }
+}
+
 /* Gives the received rows, which come by holder, the order of the output. */
 static void append_arrange(hcp__lists *lists) {
   hcp__list *taken = &lists->list[TAKEN];
-  for (int64_t i = 0; i < hcp__records(lists, TAKEN); i++) taken->words[i * taken->width] = i;
+  int64_t row = -1, last = -1;
+  for (int64_t i = 0; i < hcp__records(lists, TAKEN); i++) {
+    int64_t *word = &taken->words[i * taken->width];
+    row += *word != last;
+    last = *word;
+    *word = row;
+  }
   hcp__sort_by(lists, TAKEN, 1);
   for (int64_t i = 0; i < hcp__records(lists, TAKEN); i++)
     append_row(lists, HCP_STATES_ARRANGE, i == 0, hcp__record(lists, TAKEN, i)[0]);
@@ -223,115 +336,114 @@ static void append_arrange(hcp__lists *lists) {
 
 /* Makes a path of what the scratch lists hold, and empties them. */
 static void end_path(const group_spans *all, hcp__lists *lists) {
-  int64_t given = hcp__records(lists, GIVEN), taken = hcp__records(lists, TAKEN);
+  int64_t output = hcp__records(lists, TAKEN);
   hcp__sort_by(lists, GIVEN, 0);
   hcp__sort_by(lists, TAKEN, 0);
-  for (int64_t i = 0; i < given; i++)
-    append_row(lists, HCP_STATES_PACK, i == 0, hcp__record(lists, GIVEN, i)[0] & INT32_MAX);
-  append_moves(lists, HCP_STATES_SENDS, GIVEN, all->group->first_rank);
+  append_pack(lists);
+  int64_t sent = append_moves(lists, HCP_STATES_SENDS, GIVEN, all->group->first_rank);
   append_moves(lists, HCP_STATES_RECEIVES, TAKEN, all->group->first_rank);
   append_arrange(lists);
   hcp__append(
       lists, HCP_STATES_PATHS,
       (const int64_t[]){hcp__records(lists, HCP_STATES_PACK), hcp__records(lists, HCP_STATES_SENDS),
                         hcp__records(lists, HCP_STATES_RECEIVES),
-                        hcp__records(lists, HCP_STATES_ARRANGE), given, taken});
+                        hcp__records(lists, HCP_STATES_ARRANGE), sent, output});
   lists->list[GIVEN].count = lists->list[TAKEN].count = 0;
 }
 
 /* ---- rounds ---- */
 
-static void append_round(const group_spans *all, int32_t round, hcp__lists *lists) {
-  int64_t stride = stride_of(round), least = least_order(round);
-  for (int32_t s = 0; s < all->own_count; s++) {
-    standing at = all->own[s];
-    const held *document = all->held + all->first[at.document];
-    int64_t later = at.order + stride;
-    if (later >= least && later < spans_of(all, at.document))
-      append_key(lists, GIVEN, document[later].place, s);
-    if (at.order < least) continue;
-    const held *wanted = &document[at.order - stride];
+/* What others want of this rank in a round, and what it wants of a place. */
+static void append_wanted(const group_spans *all, int32_t round, int32_t place, hcp__lists *lists) {
+  for (int64_t s = all->first_of[place]; s < all->first_of[place + 1]; s++) {
+    standing at = all->by_place[s];
+    if (depth_of(all, at) < least_depth(round)) continue;
+    const held *wanted = held_at(all, before(all, at, stride_of(round)));
+    if (wanted->place == all->place) append_key(lists, GIVEN, place, wanted->span);
+    if (place != all->place) continue;
     append_key(lists, TAKEN, wanted->place, wanted->span);
-    hcp__append(lists, HCP_STATES_WANTING, (const int64_t[]){s});
+    hcp__append(lists, HCP_STATES_WANTING, (const int64_t[]){s - all->first_of[place]});
   }
+}
+
+static void append_round(const group_spans *all, int32_t round, hcp__lists *lists) {
+  for (int32_t j = 0; j < all->group->degree; j++) append_wanted(all, round, j, lists);
   end_path(all, lists);
 }
 
 /* ---- gathering ---- */
 
-/* Every rank of which a later span of the document wants the own one, once. */
-static void give_to_later(const group_spans *all, int32_t span, hcp__lists *lists) {
-  standing at = all->own[span];
-  const held *document = all->held + all->first[at.document];
-  for (int64_t o = at.order + 1; o < spans_of(all, at.document); o++) {
-    if (all->counts[document[o].place] == span) continue;
-    all->counts[document[o].place] = span;
-    append_key(lists, GIVEN, document[o].place, span);
+/* Every own span of which a later one of some place wants the map, once for each place. */
+static void give_to_later(group_spans *all, hcp__lists *lists) {
+  for (int32_t j = 0; j < all->group->degree; j++) {
+    find_reach(all, j);
+    for (int32_t s = 0; s < all->own_count; s++)
+      if (is_wanted(all, all->own[s])) append_key(lists, GIVEN, j, s);
   }
 }
 
-/* A document of own spans, while levels are made. */
-typedef struct reach {
-  int64_t document, last; /* last: the order of the last own span */
-  int64_t number;         /* of its newest state, among those of all levels */
-  int32_t next;           /* the first own span that no state has entered */
-} reach;
+static int ascending(const void *a, const void *b) {
+  int64_t left = *(const int64_t *)a, right = *(const int64_t *)b;
+  return (left > right) - (left < right);
+}
 
-/* Documents ascend over own spans. Returns how many there are. */
-static int64_t find_reaches(const group_spans *all, int64_t padded, reach *reaches) {
-  int64_t n = 0;
-  for (int32_t s = 0; s < all->own_count; s++) {
-    standing at = all->own[s];
-    if (n == 0 || reaches[n - 1].document != at.document) {
-      reaches[n] = (reach){.document = at.document, .number = padded + n, .next = s};
-      n++;
-    }
-    reaches[n - 1].last = at.order;
+/* Where states are found while levels are made: numbers among those of all levels. */
+typedef struct numbers {
+  int64_t *starts; /* stretches: of the state that enters one that continues none */
+  int64_t *after; /* spans of the group: of the state after each */
+  int64_t end;
+} numbers;
+
+static int64_t number_before(const group_spans *all, const numbers *of, standing at) {
+  if (depth_of(all, at) == 0) return of->starts[at.stretch];
+  return of->after[held_at(all, before(all, at, 1)) - all->held];
+}
+
+/* A level is the states after the spans of one depth that this rank wants. It follows from the
+ * level before, which begins at a number: KEPT says which of those states it takes. Returns how
+ * many states it has. */
+static int64_t append_level(const group_spans *all, int64_t depth, int64_t begin, numbers *of,
+                            hcp__lists *lists) {
+  int64_t end = of->end;
+  for (int64_t i = 0; i < all->touched_count; i++) {
+    standing at = {all->touched[i], depth - all->depths[all->touched[i]]};
+    if (at.order < 0 || !is_wanted(all, at)) continue;
+    const held *wanted = held_at(all, at);
+    append_key(lists, TAKEN, wanted->place, wanted->span);
+    hcp__append(lists, HCP_STATES_KEPT, (const int64_t[]){number_before(all, of, at) - begin});
+    of->after[wanted - all->held] = of->end++;
   }
-  return n;
+  if (of->end > end) hcp__append(lists, HCP_STATES_LEVELS, (const int64_t[]){of->end - end});
+  return of->end - end;
 }
 
-static void enter(const group_spans *all, reach *of, int64_t order, int64_t *entering) {
-  if (of->next < all->own_count && all->own[of->next].document == of->document &&
-      all->own[of->next].order == order)
-    entering[of->next++] = of->number;
+/* Documents and texts start from states of their own, after that of padding. */
+static void number_starts(group_spans *all, numbers *of) {
+  qsort(all->touched, (size_t)all->touched_count, sizeof *all->touched, ascending);
+  for (int64_t i = 0; i < all->touched_count; i++)
+    if (all->parents[all->touched[i]] < 0) of->starts[all->touched[i]] = of->end++;
 }
 
-/* A level is the states that enter the spans of one order, of the documents that reach so far.
- * It follows from the level before: KEPT says which of those states it takes. */
-static void append_levels(const group_spans *all, reach *reaches, int64_t n, int64_t padded,
-                          int64_t *entering, hcp__lists *lists) {
-  int64_t before = 0, end = padded + n, kept = n;
-  for (int64_t i = 0; i < n; i++) enter(all, &reaches[i], 0, entering);
-  for (int64_t order = 0; kept > 0; order++) {
-    kept = 0;
-    for (int64_t i = 0; i < n; i++) {
-      if (reaches[i].last <= order) continue;
-      const held *wanted = &all->held[all->first[reaches[i].document] + order];
-      append_key(lists, TAKEN, wanted->place, wanted->span);
-      hcp__append(lists, HCP_STATES_KEPT, (const int64_t[]){reaches[i].number - before});
-      reaches[i].number = end + kept++;
-      enter(all, &reaches[i], order + 1, entering);
-    }
-    if (kept > 0) hcp__append(lists, HCP_STATES_LEVELS, (const int64_t[]){kept});
-    before = end;
-    end += kept;
+static int append_gathering(group_spans *all, int64_t padded, hcp__lists *lists) {
+  size_t spans = (size_t)all->first[all->stretches];
+  numbers of = {.end = padded};
+  of.starts = malloc(((size_t)all->stretches + spans + 1) * sizeof *of.starts);
+  if (of.starts == NULL) return 0;
+  of.after = of.starts + all->stretches;
+  give_to_later(all, lists);
+  find_reach(all, all->place);
+  number_starts(all, &of);
+  hcp__append(lists, HCP_STATES_SIZES, &of.end);
+  for (int64_t depth = 0, begin = 0, next = of.end; append_level(all, depth, begin, &of, lists) > 0;
+       depth++) {
+    begin = next;
+    next = of.end;
   }
-}
-
-static int append_gathering(const group_spans *all, int64_t padded, hcp__lists *lists) {
-  size_t spans = (size_t)all->own_count + 1;
-  reach *reaches = calloc(spans, sizeof *reaches + sizeof(int64_t));
-  if (reaches == NULL) return 0;
-  int64_t *entering = (int64_t *)(reaches + spans), n = find_reaches(all, padded, reaches);
-  for (int32_t j = 0; j < all->group->degree; j++) all->counts[j] = -1;
-  for (int32_t s = 0; s < all->own_count; s++) give_to_later(all, s, lists);
-  append_levels(all, reaches, n, padded, entering, lists);
-  entering[all->own_count] = 0; /* the padding's document is the first one */
-  for (int64_t i = 0; i < all->own_count + padded; i++)
-    hcp__append(lists, HCP_STATES_ENTERING, &entering[i]);
-  hcp__append(lists, HCP_STATES_SIZES, (const int64_t[]){padded + n});
-  free(reaches);
+  for (int32_t s = 0; s < all->own_count; s++)
+    hcp__append(lists, HCP_STATES_ENTERING,
+                (const int64_t[]){number_before(all, &of, all->own[s])});
+  if (padded) hcp__append(lists, HCP_STATES_ENTERING, (const int64_t[]){0});
+  free(of.starts);
   end_path(all, lists);
   return 1;
 }
@@ -355,7 +467,7 @@ hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
                              int32_t by_rounds, hcp_table **states, hcp_error *err) {
   group_spans all;
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
-  if (status == HCP_OK) status = hcp_plan_expect_no_branches(plan, "hcp_states_create", err);
+  if (status == HCP_OK) status = hcp_plan_expect_trees(plan, "hcp_states_create", err);
   if (status != HCP_OK) return status;
   const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
   if (group == NULL)

@@ -118,6 +118,16 @@ static PyObject *get_span_documents(PyObject *self, void *unused) {
   return numbers;
 }
 
+static PyObject *get_stretches(PyObject *self, void *unused) {
+  (void)unused;
+  return tuple_of(layout_of(self), layout_of(self)->stretches, layout_of(self)->stretch_count);
+}
+
+static PyObject *get_parents(PyObject *self, void *unused) {
+  (void)unused;
+  return export(self, layout_of(self)->parents, layout_of(self)->stretch_count, 'i');
+}
+
 static PyGetSetDef layout_getset[] = {
 #define ATTRIBUTE(name) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
@@ -129,6 +139,8 @@ static PyGetSetDef layout_getset[] = {
     {"paddings", get_paddings, NULL, "int64: rows that alignment adds on each rank.", NULL},
     {"spans", get_spans, NULL, "Runs of tokens as (sequence, start, rows).", NULL},
     {"documents", get_documents, NULL, "The group's documents as (sequence, start, rows).", NULL},
+    {"stretches", get_stretches, NULL, "The group's stretches as (sequence, start, rows).", NULL},
+    {"parents", get_parents, NULL, "int32: the stretch that each continues, -1: none.", NULL},
     {"span_documents", get_span_documents, NULL, "Each span's document among these.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -720,12 +720,29 @@ static PyObject *plan_expect_no_branches(PyObject *self, PyObject *operation) {
   return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);
 }
 
+static PyObject *plan_expect_trees(PyObject *self, PyObject *operation) {
+  hcp_error err;
+  const char *text = PyUnicode_AsUTF8AndSize(operation, NULL);
+  if (text == NULL) return NULL;
+  hcp_status status = hcp_plan_expect_trees(plan_of(self), text, &err);
+  return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);
+}
+
+static PyObject *plan_has_branches(PyObject *self, PyObject *unused) {
+  (void)unused;
+  return PyBool_FromLong(hcp_plan_expect_no_branches(plan_of(self), "", NULL) != HCP_OK);
+}
+
 static PyMethodDef plan_methods[] = {
     {"set_masks", (PyCFunction)plan_set_masks, METH_O,
      "Give the plan masks, as the last step of its creation: (firsts, words) of slices and of "
      "runs."},
     {"expect_no_branches", (PyCFunction)plan_expect_no_branches, METH_O,
      "Raise ValueError, for an operation by name, where a sequence's mask has branches."},
+    {"has_branches", (PyCFunction)plan_has_branches, METH_NOARGS,
+     "Whether a sequence's mask has branches."},
+    {"expect_trees", (PyCFunction)plan_expect_trees, METH_O,
+     "Raise ValueError, for an operation by name, where a branch has no one parent."},
     {"schedule", (PyCFunction)(void (*)(void))plan_schedule, METH_VARARGS | METH_KEYWORDS,
      "The steps of one attention layer on one rank, as words of a table."},
     {"route_dispatch", (PyCFunction)(void (*)(void))plan_route_dispatch,

@@ -1,6 +1,7 @@
 """What layers need that scan sequences, recurrent ones and convolutions: ``cp.scan``.
 
-T rows on this rank, N spans of them: runs of consecutive tokens of one document.
+T rows on this rank, N spans of them: runs of consecutive tokens of one document, or of one part of
+a tree of texts.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ class Scan(HandlerPart):
     def span_cu_seqlens(self) -> Tensor:
         """int32 (N + 1,): rows of each of this rank's spans, summed. A span is a run of consecutive
         tokens of one document, which has at most two on a rank, unless masks cut sequences
-        otherwise; padding is one more."""
+        otherwise. In a tree of texts a span ends at each token that several others continue, or one
+        elsewhere. Padding is one more span."""
         bounds = torch.tensor([0, *span_rows(self._layout)], dtype=torch.int64, device="cpu")
         return bounds.cumsum(0).int().to(self._transport.device)
 
     # ---- rows before a span ----
 
     def halo(self, x: Tensor, before: int) -> Tensor:
-        """Put the ``before`` rows that precede each span in its document before it, from the ranks
-        that hold them, with gradients.
+        """Put the ``before`` rows that precede each span in its document, or its text of a tree,
+        before it, from the ranks that hold them, with gradients.
 
         A causal convolution of ``before + 1`` taps over the result, without padding, gives row r's
         output at ``halo_rows(before)[r] - before``. Every rank of the group calls it.
@@ -87,7 +89,8 @@ class Scan(HandlerPart):
         self, states: Tensor, decay: Tensor | None = None, *, transition: Tensor | None = None
     ) -> Tensor:
         """Return the state that enters each span of this rank's rows, for layers with a recurrent
-        state, with gradients: zeros at the start of a document.
+        state, with gradients: zeros at the start of a document. In a tree of texts a branch starts
+        from the state of the token that it continues.
 
         A layer computes each span (``span_cu_seqlens``) from zeros first. It gives the state at the
         end of each, and what a state that enters is multiplied by until then: ``decay`` or
@@ -168,14 +171,14 @@ class Scan(HandlerPart):
         return self._calls.make("scan.pass_maps", passed)
 
     def _passed(self, operation: str, maps: Maps, stamp: Stamp) -> Parts:
-        self._layout.plan.core.expect_no_branches(f"cp.{operation}")
+        self._layout.plan.core.expect_trees(f"cp.{operation}")
         refuse_transforms(operation, *maps.parts)
         self._calls.agree(self._calls.pairs, stamp)
         with torch.autocast(self._transport.device.type, enabled=False):  # it would round maps
             return self._entering(maps, stamp)
 
     def _entering(self, maps: Maps, stamp: Stamp) -> Parts:
-        if self._layout.degree <= 1:  # no map is used, of which backward asks for gradients
+        if not self._layout.spans_continue:  # no map is used, of which backward asks for gradients
             touched, spans = sum(x[:0].sum() for x in maps.parts), len(maps.parts[0])
             return tuple(x.expand(spans, *x.shape[1:]) + touched for x in maps.rule.initial)
         return pass_states(self._transport, self._passes, maps, stamp)
@@ -255,10 +258,10 @@ class Scan(HandlerPart):
             the group.
 
         Raises:
-            ValueError: the plan has branches, or "sequence_to_head" is asked for and ranks
-                outnumber the heads.
+            ValueError: some branch of the plan has no one parent, or "sequence_to_head" is asked
+                for and ranks outnumber the heads.
         """
-        self._layout.plan.core.expect_no_branches("cp.scan.choose")
+        self._layout.plan.core.expect_trees("cp.scan.choose")
         sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
         if sizes not in self._choices:
             cost = self._passes.cost(state_bytes) if self._layout.degree > 1 else 0

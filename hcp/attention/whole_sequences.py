@@ -17,7 +17,7 @@ from hcp.attention.head_shares import split
 from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
 from hcp.exchange.calls import Calls, HandlerPart
-from hcp.exchange.layout import Layout, rows_in_whole
+from hcp.exchange.layout import Layout, rows_in_whole, whole_stretches
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Transport
 
@@ -45,6 +45,19 @@ class WholeSequences(HandlerPart):
         self._rows = int(cu_seqlens[-1])
 
     @cached_property
+    def stretch_cu_seqlens(self) -> Tensor:
+        """int32 (stretches + 1,): tokens of each stretch, summed, then of each rank's padding.
+        Without branches, ``cu_seqlens``. A tree of texts is cut at each token that several others
+        continue, or one elsewhere, and at the beginning of each branch."""
+        return whole_stretches(self._layout).to(self._transport.device)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """The number of the stretch at whose end each stretch goes on, -1: none. It comes before.
+        Padding is not counted."""
+        return self._layout.parents
+
+    @cached_property
     def row_indices(self) -> Tensor:
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
@@ -58,7 +71,7 @@ class WholeSequences(HandlerPart):
             return slice(0, count)
         return split(count, layout.degree)[self._transport.rank - layout.first_rank]
 
-    def sequence_to_head(self, x: Tensor) -> Tensor:
+    def sequence_to_head(self, x: Tensor, *, branches: bool = False) -> Tensor:
         """Exchange rows of some tokens for whole sequences of some heads, with gradients.
 
         Layers that scan sequences need it: Mamba, gated delta nets, convolutions. Every rank of the
@@ -66,6 +79,8 @@ class WholeSequences(HandlerPart):
 
         Args:
             x: (T, H, ...).
+            branches: the caller scans trees of texts stretch by stretch, each from the state at the
+                end of its parent (``stretch_cu_seqlens``, ``parents``). If not, they are refused.
 
         Returns:
             (S, h, ...): all tokens of the group's sequences in order, end to end
@@ -77,6 +92,9 @@ class WholeSequences(HandlerPart):
             rows = self._layout.rows
             if x.dim() < 2 or x.shape[0] != rows:
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, heads, ...)")
+            core = self._layout.plan.core
+            said = "cp.whole.sequence_to_head"
+            (core.expect_trees if branches else core.expect_no_branches)(said)
             return self._exchange(x, x.shape[1], number, to_heads=True)
 
         return self._calls.make("whole.sequence_to_head", exchanged)
@@ -105,7 +123,6 @@ class WholeSequences(HandlerPart):
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         operation = "whole.sequence_to_head" if to_heads else "whole.head_to_sequence"
-        self._layout.plan.core.expect_no_branches(f"cp.{operation}")
         refuse_transforms(operation, x)
         if self._layout.degree == 0:
             return x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -79,6 +80,27 @@ class Layout:
     def span_documents(self) -> tuple[int, ...]:
         """The number of each span's document among these."""
         return self._core.span_documents
+
+    @cached_property
+    def stretches(self) -> tuple[Span, ...]:
+        """The stretches of the group's sequences, whole and in order: documents or, of one with
+        branches, tokens of a part of its tree that no other part continues but at the last."""
+        return tuple(Span(*span) for span in self._core.stretches)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The number of the stretch that each of these continues, -1: none. It comes before."""
+        return tuple(self._core.parents)
+
+    @cached_property
+    def has_branches(self) -> bool:
+        """Whether the group's sequences have branches."""
+        return any(parent >= 0 for parent in self.parents)
+
+    @property
+    def spans_continue(self) -> bool:
+        """Whether a span of the group may continue another."""
+        return self.degree > 1 or self.has_branches
 
 
 def expect_sequences_alike(layout: Layout, what: str, shape: tuple[int, ...]) -> None:
@@ -167,10 +189,19 @@ def span_rows(layout: Layout) -> list[int]:
 def whole_cu_seqlens(layout: Layout) -> Tensor:
     """int32, as attention kernels take it: tokens of each document, then of each rank's padding,
     summed."""
-    padding = [rows for rows in layout.paddings if rows > 0]
     masked = bool(layout.plan.masks)  # without masks, sequences are documents
     documents = [document.rows for document in layout.documents] if masked else layout.lengths
-    lengths = torch.tensor([0, *documents, *padding], dtype=torch.int64, device="cpu")
+    return _with_padding(layout, documents)
+
+
+def whole_stretches(layout: Layout) -> Tensor:
+    """The same of stretches."""
+    return _with_padding(layout, [stretch.rows for stretch in layout.stretches])
+
+
+def _with_padding(layout: Layout, sizes: Sequence[int]) -> Tensor:
+    padding = [rows for rows in layout.paddings if rows > 0]
+    lengths = torch.tensor([0, *sizes, *padding], dtype=torch.int64, device="cpu")
     total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
     if total > most:
         raise ValueError(

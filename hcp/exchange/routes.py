@@ -17,6 +17,8 @@ class Routes:
         self._sources = sources
         self._of = layout.plan, layout.micro_batch, layout.rank
         self._made: dict[tuple[str, int], Route] = {}
+        self.has_branches = layout.plan.core.has_branches()
+        """Whether a row may have several after it, on some rank of the plan."""
 
     def dispatch(self, *, reverse: bool = False) -> Route:
         """Rows from where they were loaded to where they are computed, or (``reverse``) back."""
@@ -40,12 +42,13 @@ class Routes:
 
     def roll(self, shift: int) -> Route:
         """Rows shifted along their documents."""
-        self._of[0].core.expect_no_branches("cp.roll_tensor")
+        core = self._of[0].core
+        (core.expect_no_branches if shift < 0 else core.expect_trees)("cp.roll_tensor")
         return self._kept(("roll", shift), lambda: Route.roll(*self._of, shift))
 
     def halo(self, before: int) -> Route:
-        """Each span after the ``before`` rows that precede it in its document."""
-        self._of[0].core.expect_no_branches("cp.scan.halo")
+        """Each span after the ``before`` rows that precede it in its document or text."""
+        self._of[0].core.expect_trees("cp.scan.halo")
         before = expect_size("before", before, least=0)
         return self._kept(("halo", before), lambda: Route.halo(*self._of, before))
 

@@ -59,10 +59,12 @@ class RowCalls:
             shift = plain(shifts)
             if type(shift) is not int:
                 raise ValueError(f"shifts is {shift!r}, expected an integer")
-            route, back = self._routes.roll(shift), self._routes.roll(-shift)
-            rows = x.movedim(dims, 0)
+            route, rows = self._routes.roll(shift), x.movedim(dims, 0)
             self._check("roll_tensor", rows, route)
             stamp = self._calls.agreed_stamp("roll_tensor", number, rows, shifts=shift)
+            if self._routes.has_branches:  # a row goes to several places
+                return copy_rows_of(self._transport, route, rows, stamp).movedim(0, dims)
+            back = self._routes.roll(-shift)
             return move_rows(self._transport, rows, route, back, stamp).movedim(0, dims)
 
         return self._calls.make("roll_tensor", rolled)

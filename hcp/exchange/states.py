@@ -2,7 +2,8 @@
 
 A span maps the state that enters it, h, to decay * h + state: decay and state are its own. Maps of
 consecutive spans make one of the same kind, so that ranks exchange maps of spans, and none waits
-for the others to compute. States start anew in each document of a sequence.
+for the others to compute. States start anew in each document of a sequence. In a tree of texts a
+span starts from the state of the span that it continues, and so may several.
 
 N spans of this rank.
 """
@@ -71,10 +72,11 @@ class StateTable(Sections):
         pack, arrange = self.section("PACK"), self.section("ARRANGE")
         sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
         paths, begin = [], [0] * 4
-        for *end, sent, received in self.records("PATHS"):
+        for *end, sent, output in self.records("PATHS"):
             (p, s, r, a) = itertools.starmap(slice, zip(begin, end, strict=True))
+            received = sum(move.rows for move in receives[r])
             paths.append(
-                StatePath(pack[p], sends[s], receives[r], arrange[a], sent, received, received)
+                StatePath(pack[p], sends[s], receives[r], arrange[a], sent, received, output)
             )
             begin = end
         return paths
@@ -87,8 +89,8 @@ class StateTable(Sections):
         )
 
     @property
-    def documents(self) -> int:
-        """Documents of this rank's spans."""
+    def starts(self) -> int:
+        """Documents and texts of this rank's spans."""
         return int(self.section("SIZES"))
 
     @cached_property
@@ -195,7 +197,7 @@ def _by_gathering(
     (path,) = table.paths
     arrived = copy_rows_of(transport, path, rows, stamp)
     # Of a rank that only sends, too, the result depends on what arrived: gradients come that way.
-    levels = [_initial(maps, table.documents, arrived)]
+    levels = [_initial(maps, table.starts, arrived)]
     own = torch.split(arrived, [len(kept) for kept in table.levels])
     for number, (kept, part) in enumerate(zip(table.levels, own, strict=True)):
         level = maps.of_rows(part)

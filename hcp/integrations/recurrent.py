@@ -27,7 +27,7 @@ from hcp.step.handler import ContextParallelHandler
 def convolve(
     cp: ContextParallelHandler, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Convolve x (T, channels) along its documents.
+    """Convolve x (T, channels) along its documents, in a tree along each text.
 
     `convolution`: (rows, channels) to the same, as if zeros came before its first row; a row sees
     itself and `taps - 1` rows before it.
@@ -93,7 +93,7 @@ def delta_rule(
     gates: dict[str, Tensor],
     **options: Any,
 ) -> Tensor:
-    """Compute a gated delta rule along documents: (T, H, V).
+    """Compute a gated delta rule along documents, in a tree along each text: (T, H, V).
 
     `rule`: a function as `fla.ops.gated_delta_rule.chunk_gated_delta_rule`. `gates`: its `g` and
     `beta`, (T, H, ...). Passes states or exchanges rows for heads, as `cp.scan.choose` says.
@@ -108,8 +108,8 @@ def delta_rule(
         exchanges=3,
     )
     given = rule, query, key, value, gates, options
-    if cp.degree <= 1:  # spans are documents
-        return _delta_of(span_rows(cp.layout), *given)[0]
+    if cp.degree <= 1:  # spans are stretches
+        return _delta_of_trees(span_rows(cp.layout), cp.layout.parents, *given)
     if choice.used == SEQUENCE_TO_HEAD:
         return _delta_by_heads(cp, *given)
     return _delta_by_states(cp, *given)
@@ -164,18 +164,63 @@ def _delta_by_heads(
     """Each rank computes whole sequences of some value heads."""
     heads, keys = value.shape[1], key.shape[2]
     query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
-    mixed = cp.whole.sequence_to_head(torch.cat([query, key, value], 2))
+    mixed = cp.whole.sequence_to_head(torch.cat([query, key, value], 2), branches=True)
     parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
     widths = [x.shape[2] for x in parts]
-    own = torch.split(cp.whole.sequence_to_head(torch.cat(parts, 2)), widths, 2)
+    gated = cp.whole.sequence_to_head(torch.cat(parts, 2), branches=True)
+    own = torch.split(gated, widths, 2)
     mine = {  # gates of several dtypes travelled in the widest
         name: (x if gate.dim() == 3 else x.squeeze(2)).to(gate.dtype)
         for (name, gate), x in zip(gates.items(), own, strict=True)
     }
     query, key, value = torch.split(mixed, [keys, keys, mixed.shape[2] - 2 * keys], 2)
-    sizes = cp.whole.cu_seqlens.diff().tolist()
-    out, _ = _delta_of(sizes, rule, query, key, value, mine, options)
+    sizes = cp.whole.stretch_cu_seqlens.diff().tolist()
+    out = _delta_of_trees(sizes, cp.whole.parents, rule, query, key, value, mine, options)
     return cp.whole.head_to_sequence(out, heads)
+
+
+def _delta_of_trees(
+    sizes: list[int],
+    parents: tuple[int, ...],
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gates: Gates,
+    options: dict[str, Any],
+) -> Tensor:
+    """Output (T, H, V) of stretches, each from the state at the end of its parent. `parents`: of
+    the first stretches; the others have none. One call for all stretches of a depth."""
+    levels = levels_of(parents, len(sizes))
+    if len(levels) <= 1:
+        return _delta_of(sizes, rule, query, key, value, gates, options)[0]
+    spans, outs = _slices(sizes), [value] * len(sizes)
+    starts = value.new_zeros(1, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(value))
+    ends = [starts] * len(sizes)
+    for number, level in enumerate(levels):
+        mine, within = [spans[i] for i in level], [sizes[i] for i in level]
+        q, k, v = (_joined(x, mine) for x in (query, key, value))
+        own = {name: _joined(gate, mine) for name, gate in gates.items()}
+        start = torch.cat([ends[parents[i]] for i in level]) if number else starts
+        out, made = _delta_of(within, rule, q, k, v, own, options, start)
+        for i, part, end in zip(level, torch.split(out, within), torch.split(made, 1), strict=True):
+            outs[i], ends[i] = part, end
+    return torch.cat(outs)
+
+
+def levels_of(parents: tuple[int, ...], count: int) -> list[list[int]]:
+    """The stretches of each depth, of `count` whose first ones have these parents, -1: none."""
+    depths: list[int] = []
+    for parent in (*parents, *[-1] * (count - len(parents))):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    levels: list[list[int]] = [[] for _ in range(max(depths, default=-1) + 1)]
+    for i, depth in enumerate(depths):
+        levels[depth].append(i)
+    return levels
+
+
+def _joined(x: Tensor, spans: list[slice]) -> Tensor:
+    return torch.cat([x[span] for span in spans])
 
 
 def _delta_of(
@@ -188,26 +233,35 @@ def _delta_of(
     options: dict[str, Any],
     start: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """Output (T, H, V) of runs of rows, each from the state `start` (1, H, K, V), and the states at
-    their ends, if `start` is given. One call, where the rule takes the bounds of a pack."""
+    """Output (T, H, V) of runs of rows, from the states `start`, (1, H, K, V) of all or one of
+    each, and the states at their ends, if `start` is given. One call, where the rule takes the
+    bounds of a pack."""
     if not sizes:
         return _touched(value, query, key, *gates.values()), None
+    if start is not None:
+        start = start.expand(len(sizes), *start.shape[1:])
     if takes_packs(rule):
         bounds = torch.tensor([0, *sizes]).cumsum(0).to(value.device)
         options = {**options, "cu_seqlens": bounds}
-        start = None if start is None else start.expand(len(sizes), *start.shape[1:]).contiguous()
-        spans = [slice(None)]
+        spans, starts = [slice(None)], [start]
     else:
         spans = _slices(sizes)
-    state = {} if start is None else {"initial_state": start, "output_final_state": True}
+        starts = [None] * len(sizes) if start is None else list(torch.split(start, 1))
     outs, ends = [], []
-    for span in spans:
+    for span, first in zip(spans, starts, strict=True):
         given = (x[span].unsqueeze(0) for x in (query, key, value))
         own = {name: gate[span].unsqueeze(0) for name, gate in gates.items()}
-        out, end = rule(*given, **own, **state, **options)
+        out, end = rule(*given, **own, **_from(first), **options)
         outs.append(out[0])
         ends.append(end)
     return torch.cat(outs), None if start is None else torch.cat(ends)
+
+
+def _from(state: Tensor | None) -> dict[str, Any]:
+    """Arguments of a rule that starts from states and gives those at the ends."""
+    if state is None:
+        return {}
+    return {"initial_state": state.contiguous(), "output_final_state": True}
 
 
 def takes_packs(rule: Rule) -> bool:

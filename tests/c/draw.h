@@ -74,6 +74,57 @@ static inline hcp_plan *draw_plan(int32_t max_ranks) {
   return plan;
 }
 
+/* ---- trees ---- */
+
+enum { DRAW_PARTS = 6, DRAW_LENGTH = 512 };
+
+/* Where the parts of a tree begin, and the part that each continues, -1: none. */
+typedef struct draw_tree {
+  int32_t count;
+  int32_t starts[DRAW_PARTS + 1], parents[DRAW_PARTS];
+} draw_tree;
+
+static inline draw_tree draw_parts(int32_t length) {
+  draw_tree t = {.starts = {0}};
+  for (int32_t left = draw(1, DRAW_PARTS); t.starts[t.count] < length; left--) {
+    int32_t start = t.starts[t.count];
+    t.parents[t.count] = draw(-1, t.count - 1);
+    t.starts[++t.count] = left > 1 ? draw(start + 1, length) : length;
+  }
+  return t;
+}
+
+/* The token before one on its path, -1: none. */
+static inline int32_t draw_before(const draw_tree *t, int32_t token) {
+  for (int32_t p = 0; p < t->count; p++)
+    if (t->starts[p] == token) return t->parents[p] < 0 ? -1 : t->starts[t->parents[p] + 1] - 1;
+  return token - 1;
+}
+
+/* Gives each sequence of a plan the mask of a tree: a token sees its path. */
+static inline void draw_trees(hcp_plan *plan, draw_tree *trees) {
+  static hcp_slice slices[DRAW_SEQUENCES * DRAW_PARTS * DRAW_PARTS];
+  static hcp_position_run runs[DRAW_SEQUENCES * DRAW_PARTS];
+  int64_t first[DRAW_SEQUENCES + 1] = {0}, first_run[DRAW_SEQUENCES + 1] = {0}, n = 0, r = 0;
+  for (int32_t i = 0; i < plan->n; i++) {
+    draw_tree *t = &trees[i];
+    *t = draw_parts((int32_t)plan->lengths[i]);
+    for (int32_t p = 0; p < t->count; p++, r++) {
+      int64_t start = t->starts[p], end = t->starts[p + 1], far = plan->lengths[i];
+      runs[r] = (hcp_position_run){start, 0};
+      for (int32_t up = t->parents[p]; up >= 0; up = t->parents[up]) {
+        slices[n++] = (hcp_slice){start, end, t->starts[up], t->starts[up + 1], -far, far};
+        runs[r].position += t->starts[up + 1] - t->starts[up];
+      }
+      slices[n++] = (hcp_slice){start, end, start, end, -far, 0};
+    }
+    first[i + 1] = n;
+    first_run[i + 1] = r;
+  }
+  hcp_masks masks = {first, slices, first_run, runs};
+  if (hcp_plan_set_masks(plan, &masks, 1, NULL) != HCP_OK) abort();
+}
+
 /* ---- tables, read as a caller would ---- */
 
 static inline const int64_t *section(const hcp_table *table, int32_t s) {

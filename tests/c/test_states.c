@@ -16,6 +16,32 @@ typedef struct one_rank {
 
 static one_rank all[RANKS];
 
+/* Trees of the plan's sequences. */
+static draw_tree trees[DRAW_SEQUENCES];
+
+/* The map of the span that ends with a token, 0: none ends there. */
+static int64_t map_to(const hcp_plan *plan, int32_t rank, int32_t sequence, int64_t token) {
+  for (int32_t r = 0; r < plan->limits.ranks; r++) {
+    const hcp_layout *layout = all[r].layout;
+    if (layout->degree == 0 || layout->first_rank != all[rank].layout->first_rank) continue;
+    for (int32_t s = 0; s < layout->span_count; s++) {
+      const hcp_span *x = &layout->spans[s];
+      if (layout->sequences[x->index] == sequence && x->start + x->rows == token + 1)
+        return all[r].maps[s];
+    }
+  }
+  return 0;
+}
+
+static int64_t sum_on_path(const hcp_plan *plan, int32_t rank, hcp_span span) {
+  int32_t sequence = all[rank].layout->sequences[span.index];
+  int64_t sum = 0;
+  for (int32_t token = draw_before(&trees[sequence], (int32_t)span.start); token >= 0;
+       token = draw_before(&trees[sequence], token))
+    sum += map_to(plan, rank, sequence, token);
+  return sum;
+}
+
 static int64_t sum_before(const hcp_plan *plan, int32_t rank, hcp_span span) {
   const hcp_layout *own = all[rank].layout;
   int64_t sum = 0;
@@ -124,7 +150,10 @@ static void pass_by_rounds(int32_t ranks) {
   for (int32_t r = 0; r < ranks; r++) memcpy(all[r].entered, all[r].before, sizeof all[r].before);
 }
 
-static void check_way(const hcp_plan *plan, int32_t micro_batch, int32_t by_rounds) {
+typedef int64_t (*expected_sum)(const hcp_plan *plan, int32_t rank, hcp_span span);
+
+static void check_way(const hcp_plan *plan, int32_t micro_batch, int32_t by_rounds,
+                      expected_sum expected) {
   for (int32_t r = 0; r < plan->limits.ranks; r++) {
     all[r].table = NULL;
     if (all[r].layout->degree > 0)
@@ -136,32 +165,42 @@ static void check_way(const hcp_plan *plan, int32_t micro_batch, int32_t by_roun
     gather_states(plan->limits.ranks);
   for (int32_t r = 0; r < plan->limits.ranks; r++) {
     for (int32_t s = 0; s < all[r].layout->span_count; s++)
-      CHECK_INT(all[r].entered[s], sum_before(plan, r, all[r].layout->spans[s]));
+      CHECK_INT(all[r].entered[s], expected(plan, r, all[r].layout->spans[s]));
     if (all[r].layout->padding > 0) CHECK_INT(all[r].entered[all[r].spans - 1], 0);
     if (all[r].table != NULL) hcp_table_destroy(all[r].table);
   }
 }
 
-static void check_micro_batch(const hcp_plan *plan, int32_t micro_batch) {
+static void check_micro_batch(const hcp_plan *plan, int32_t micro_batch, expected_sum expected) {
   for (int32_t r = 0; r < plan->limits.ranks; r++) {
     CHECK_INT(hcp_layout_create(plan, micro_batch, r, &all[r].layout, NULL), HCP_OK);
     all[r].spans = all[r].layout->span_count + (all[r].layout->padding > 0);
     for (int32_t s = 0; s < all[r].spans; s++) all[r].maps[s] = draw(1, 1 << 20);
   }
-  check_way(plan, micro_batch, 0);
-  check_way(plan, micro_batch, 1);
+  check_way(plan, micro_batch, 0, expected);
+  check_way(plan, micro_batch, 1, expected);
   for (int32_t r = 0; r < plan->limits.ranks; r++) hcp_layout_destroy(all[r].layout);
 }
 
 static void states_enter_spans(void) {
   for (int32_t i = 0; i < 300; i++) {
     hcp_plan *plan = draw_plan(RANKS);
-    for (int32_t m = 0; m < plan->micro_batch_count; m++) check_micro_batch(plan, m);
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) check_micro_batch(plan, m, sum_before);
+    hcp_plan_destroy(plan);
+  }
+}
+
+static void states_enter_branches(void) {
+  for (int32_t i = 0; i < 300; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    draw_trees(plan, trees);
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) check_micro_batch(plan, m, sum_on_path);
     hcp_plan_destroy(plan);
   }
 }
 
 int main(void) {
   states_enter_spans();
+  states_enter_branches();
   return check_report("test_states");
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import masks as drawn_masks
 from support.state_tables import Group, levels, listed_levels, listed_path, path
 
 import hcp
@@ -47,18 +48,22 @@ def check_all(plan: hcp.Plan) -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> hcp.Plan:
-    """Plans with and without documents in their sequences, padding, and degrees forced and free."""
+    """Plans with and without documents and trees in their sequences, padding, and degrees forced
+    and free."""
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=5))
     rng = random.Random(draw(st.integers(0, 2**32)))
     masks = None
     if draw(st.booleans()):
-        cuts = [sorted({0, *rng.choices(range(n), k=rng.randrange(4))}) for n in lengths]
+        cuts = [sorted({0, *rng.choices(range(n), k=rng.randrange(7))}) for n in lengths]
         parts = [
             [b - a for a, b in zip(cut, [*cut[1:], n], strict=True)]
             for cut, n in zip(cuts, lengths, strict=True)
         ]
-        masks = [hcp.Mask.documents(each) for each in parts]
+        masks = [
+            drawn_masks.tree(rng, each) if rng.random() < 0.5 else hcp.Mask.documents(each)
+            for each in parts
+        ]
     return hcp.plan(
         lengths,
         ranks=ranks,
@@ -88,10 +93,27 @@ def test_a_rank_without_rows_is_refused() -> None:
     assert plan.core.states_rows(0, idle) == (0, 0, 1)
 
 
-def test_branches_are_refused() -> None:
-    tree = hcp.Mask.tree([4, 4, 4], [-1, 0, 0])
-    plan = hcp.plan([12], ranks=1, max_tokens_per_rank=12, masks=[tree])
-    with pytest.raises(ValueError, match="the mask of sequence 0 has branches"):
+def test_tables_of_a_deep_tree_equal_those_of_slow_python() -> None:
+    """A map that several spans of a rank want travels once."""
+    parents = [-1, 0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 3, 3, 2, 1, 0]
+    tree = hcp.Mask.tree([9, 3, 1, 2, 30, 1, 1, 1, 1, 1, 1, 5, 4, 1, 1, 7], parents)
+    for ranks in (1, 2, 3, 8):
+        check_all(
+            hcp.plan(
+                [tree.length, 5],
+                ranks=ranks,
+                min_degree=ranks,
+                max_tokens_per_rank=99,
+                masks=[tree, None],
+            )
+        )
+
+
+def test_a_branch_of_two_parents_is_refused() -> None:
+    plan = hcp.plan([8], ranks=1, max_tokens_per_rank=8, masks=[drawn_masks.joined()])
+    with pytest.raises(
+        ValueError, match="of sequence 0 has branches that are no tree: expected that token 6"
+    ):
         plan.core.states(0, 0, False)
 
 

@@ -202,29 +202,6 @@ def test_documents_of_one_sequence_are_to_recurrent_layers_what_each_is_alone(ki
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [("lfm2", r"scan\.halo"), ("mamba2", r"scan\.halo"), ("qwen3_next", r"scan\.halo")],
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_recurrent_layers_refuse_branches_by_name(kind, call, ranks):
-    from hcp.integrations.transformers import model_inputs, register_hcp_attention
-
-    model = architectures.build(kind)
-    register_hcp_attention(model)
-    masks = [hcp.Mask.shared_prefix(6, [4, 4])]
-    plan = hcp.plan([14], masks=masks, ranks=ranks, max_tokens_per_rank=14, min_degree=ranks)
-
-    def work(groups):
-        samples = [{"input_ids": torch.arange(14)}] if groups.transport.rank == 0 else []
-        for cp, local in hcp.dispatch(plan, samples, [0], groups):
-            model(**model_inputs(cp, local))
-
-    message = rf"cp\.{call} is called in a plan in which the mask of sequence 0 has branches"
-    with pytest.raises(ValueError, match=message):
-        hcp.loopback(ranks, work)
-
-
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_pass_states_and_start_anew_in_each_document(kind):
     from hcp.integrations.transformers import register_hcp_attention

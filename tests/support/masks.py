@@ -71,6 +71,12 @@ def tree(r: Random, sizes: list[int]) -> Mask:
     return Mask.tree(sizes, [r.randint(-1, i - 1) for i in range(len(sizes))])
 
 
+def joined() -> Mask:
+    """A text that goes on from the ends of two others: no tree."""
+    tree = Mask.tree([2, 2, 2, 2], [-1, 0, 0, 1])
+    return Mask(8, [*tree.slices, ((6, 8), (4, 6))], tree.runs)
+
+
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Output (T, H, E) and log-sum-exp (T, H) of (T, H, D), (S, G, D), (S, G, E) under a dense mask
     (T, S). A query that sees nothing gives 0 and -inf."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from hcp import Mask
 from hcp.exchange.layout import Layout
 from hcp.exchange.states import StatePath, StateTable
 
@@ -18,16 +22,26 @@ class SpanOfRank(NamedTuple):
     span: int
 
 
-Spans = list[tuple[int, int]]
-"""(document, order) of each span of a rank, in the order of its rows."""
+Key = tuple[int, int]
+"""A sequence and a token; padding comes before all."""
 
 
-def _spans_of(layout: Layout, rank: int, place: int) -> list[tuple[int, int, int]]:
-    """(document, start, place) of each span of a rank; the padding is a document of its own."""
-    own = Layout(layout.plan, layout.micro_batch, rank)
-    starts = [span.start for span in own.spans]
-    found = [(d, start, place) for d, start in zip(own.span_documents, starts, strict=True)]
-    return [*found, (-1 - place, 0, place)] if own.padding else found
+def previous_tokens(masks: Sequence[Mask] | None, length: int) -> list[int | None]:
+    """The token that each token of a sequence goes on from, None: it begins a document or text."""
+    if masks is None:
+        return [None, *range(length - 1)]
+    positions, seen = masks[0].positions, torch.stack([mask.dense() for mask in masks]).any(0)
+    found: list[int | None] = [None]
+    for token in range(1, length):
+        if seen[token, token - 1]:
+            found.append(token - 1)
+            continue
+        parents = [
+            k for k in range(token) if seen[token, k] and positions[k] + 1 == positions[token]
+        ]
+        goes_on = positions[token] == positions[token - 1] + 1
+        found.append(max(parents) if parents else token - 1 if goes_on else None)
+    return found
 
 
 class Group:
@@ -35,40 +49,44 @@ class Group:
 
     def __init__(self, layout: Layout) -> None:
         self.first_rank, self.degree = layout.first_rank, layout.degree
-        ranks = range(layout.first_rank, layout.first_rank + layout.degree)
-        found = [x for place, rank in enumerate(ranks) for x in _spans_of(layout, rank, place)]
-        # A rank's rows are in the order of sequences and tokens; its padding is last.
-        rows = [
-            sorted((x for x in found if x[2] == place), key=lambda x: (x[0] < 0, x))
-            for place in range(len(ranks))
+        self.spans: list[list[SpanOfRank]] = []
+        self.keys: dict[SpanOfRank, Key] = {}
+        lasts: dict[Key, SpanOfRank] = {}
+        for place in range(self.degree):
+            own = Layout(layout.plan, layout.micro_batch, layout.first_rank + place)
+            count = len(own.spans) + (own.padding > 0)
+            self.spans.append([SpanOfRank(place, i) for i in range(count)])
+            for held, span in itertools.zip_longest(self.spans[-1], own.spans):
+                at = (-1, place) if span is None else (own.sequences.index(span[0]), span[1])
+                self.keys[held] = at
+                if span is not None:
+                    lasts[at[0], span[1] + span[2] - 1] = held
+        self.previous: dict[SpanOfRank, SpanOfRank | None] = {}
+        self.paths: dict[SpanOfRank, list[SpanOfRank]] = {}
+        masks = layout.plan.masks
+        tokens = [
+            previous_tokens([own[s] for own in masks.values()] if masks else None, length)
+            for s, length in zip(layout.sequences, layout.lengths, strict=True)
         ]
-        self.documents: dict[int, list[SpanOfRank]] = {}
-        for x in sorted(found):
-            self.documents.setdefault(x[0], []).append(SpanOfRank(x[2], rows[x[2]].index(x)))
-        self.spans: list[Spans] = [
-            [
-                (x[0], self.documents[x[0]].index(SpanOfRank(place, i)))
-                for i, x in enumerate(of_rank)
-            ]
-            for place, of_rank in enumerate(rows)
-        ]
+        for held, (sequence, start) in self.keys.items():
+            before = None if sequence < 0 else tokens[sequence][start]
+            self.previous[held] = None if before is None else lasts[sequence, before]
 
-    def before(self, place: int) -> dict[int, int]:
-        """How many spans come before a rank's last one, of each document, ascending."""
-        return dict(sorted(dict(sorted(self.spans[place])).items()))
+    def path(self, held: SpanOfRank) -> list[SpanOfRank]:
+        """The spans before one, from the first."""
+        if held not in self.paths:
+            before = self.previous[held]
+            self.paths[held] = [] if before is None else [*self.path(before), before]
+        return self.paths[held]
 
     def gathered(self, place: int) -> list[SpanOfRank]:
-        """The spans before a rank's last ones: by order, and of one order by document."""
-        before = self.before(place)
-        return [
-            self.documents[document][order]
-            for order in range(max(before.values(), default=0))
-            for document, end in before.items()
-            if order < end
-        ]
+        """The spans before a rank's: by depth, and of one depth by sequence and token."""
+        wanted = {held for own in self.spans[place] for held in self.path(own)}
+        return sorted(wanted, key=lambda held: (len(self.path(held)), self.keys[held]))
 
+    @cached_property
     def strides(self) -> list[int]:
-        most = max((len(spans) - 1 for spans in self.documents.values()), default=0)
+        most = max((len(self.path(held)) for held in self.keys), default=0)
         strides, covered = [1], 1
         while covered < most:
             strides.append(covered)
@@ -76,13 +94,12 @@ class Group:
         return strides
 
     def wanting(self, place: int, number: int) -> list[int]:
-        least = self.strides()[number] + (number > 0)
-        return [i for i, (_, order) in enumerate(self.spans[place]) if order >= least]
+        least = self.strides[number] + (number > 0)
+        return [held.span for held in self.spans[place] if len(self.path(held)) >= least]
 
     def in_round(self, place: int, number: int) -> list[SpanOfRank]:
-        stride = self.strides()[number]
-        own = [self.spans[place][i] for i in self.wanting(place, number)]
-        return [self.documents[document][order - stride] for document, order in own]
+        stride = self.strides[number]
+        return [self.path(self.spans[place][i])[-stride] for i in self.wanting(place, number)]
 
     def ways(self) -> dict[bool, list[list[list[SpanOfRank]]]]:
         """What each rank wants, in each path of the gathering (False) and of rounds."""
@@ -91,7 +108,7 @@ class Group:
             False: [[self.gathered(place) for place in places]],
             True: [
                 [self.in_round(place, number) for place in places]
-                for number in range(len(self.strides()))
+                for number in range(len(self.strides))
             ],
         }
 
@@ -104,7 +121,7 @@ class Group:
             )
             for by_rounds, paths in self.ways().items()
         }
-        return most[False], most[True], len(self.strides())
+        return most[False], most[True], len(self.strides)
 
 
 def path(wanted: Sequence[Sequence[SpanOfRank]], first_rank: int, place: int) -> dict[str, Any]:
@@ -132,18 +149,24 @@ def path(wanted: Sequence[Sequence[SpanOfRank]], first_rank: int, place: int) ->
 def levels(group: Group, place: int) -> dict[str, Any]:
     """Which states of the level before each level of the gathering follows from, and which of all
     levels enters each span."""
-    before = group.before(place)
-    numbers = {(document, 0): i for i, document in enumerate(before)}
-    reaching, kept_of = list(before), []
-    for order in range(max(before.values(), default=0)):
-        kept = [i for i, document in enumerate(reaching) if before[document] > order]
-        reaching = [reaching[i] for i in kept]
-        kept_of.append(kept)
-        numbers |= {(each, order + 1): len(numbers) + i for i, each in enumerate(reaching)}
+    roots = {(*group.path(held), held)[0] for held in group.spans[place]}
+    starts = {held: i for i, held in enumerate(sorted(roots, key=group.keys.__getitem__))}
+    after: dict[SpanOfRank, int] = {}
+
+    def entering(held: SpanOfRank) -> int:
+        before = group.previous[held]
+        return starts[held] if before is None else after[before]
+
+    kept_of, begin = [], 0
+    by_depth = itertools.groupby(group.gathered(place), lambda held: len(group.path(held)))
+    for level in [list(each) for _, each in by_depth]:
+        kept_of.append([entering(held) - begin for held in level])
+        begin = len(starts) + len(after)
+        after |= {held: begin + i for i, held in enumerate(level)}
     return {
-        "documents": len(before),
+        "starts": len(starts),
         "levels": kept_of,
-        "entering": [numbers[span] for span in group.spans[place]],
+        "entering": [entering(held) for held in group.spans[place]],
     }
 
 
@@ -166,7 +189,7 @@ def listed_path(given: StatePath) -> dict[str, Any]:
 
 def listed_levels(table: StateTable) -> dict[str, Any]:
     return {
-        "documents": table.documents,
+        "starts": table.starts,
         "levels": [kept.tolist() for kept in table.levels],
         "entering": table.entering.tolist(),
     }

@@ -431,6 +431,11 @@ hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t ma
  * operation, where some sequence has branches: what goes from token to token is then refused. */
 hcp_status hcp_plan_expect_no_branches(const hcp_plan *plan, const char *operation, hcp_error *err);
 
+/* A branch continues its parent: of the tokens that it sees, the last at the position before its
+ * own. One that sees no token before it begins a text. HCP_INVALID, naming the operation, where
+ * some branch has no such token before it, or sees others than those of its text. */
+hcp_status hcp_plan_expect_trees(const hcp_plan *plan, const char *operation, hcp_error *err);
+
 void hcp_plan_destroy(hcp_plan *plan);
 
 /* The time at which each of n sequences ends in a group of these ranks that runs them one after the
@@ -536,7 +541,11 @@ typedef struct hcp_span {
  * no group contains has degree 0 and nothing else.
  *
  * A document is a sequence, or a part of one, that its masks let neither see nor be seen by
- * the rest: states and neighbouring rows go along documents. */
+ * the rest: states and neighbouring rows go along documents.
+ *
+ * A stretch is a document or, of one with branches, tokens of one part of its tree without a
+ * branch point among them but the last. Each continues another at its end, or begins a text: paths
+ * of stretches are texts. A span is of one stretch. */
 typedef struct hcp_layout {
   int32_t rank;
   int32_t micro_batch;
@@ -548,6 +557,9 @@ typedef struct hcp_layout {
   const int32_t *cu_seqlens; /* sequence_count + 1: local rows of each, summed */
   int32_t document_count;
   const hcp_span *documents; /* document_count: whole, sequence after sequence */
+  int32_t stretch_count;
+  const hcp_span *stretches; /* stretch_count: whole, sequence after sequence */
+  const int32_t *parents; /* stretch_count: the stretch that each continues, -1: none */
   int32_t span_count;
   const hcp_span *spans;
   int64_t rows; /* padding included */
@@ -642,15 +654,16 @@ hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int3
 
 /* Route rows within a group, shifted along their documents: the output row at token t
  * is the source row at token t - shift of the same document, or zeros where the
- * document has no such token, and in padding. HCP_INVALID in a plan with branches. */
+ * document has no such token, and in padding. In a tree, of the text that ends at token t. A
+ * branch point has several tokens after it: HCP_INVALID for a shift < 0 in a plan with branches. */
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err);
 
 /* Route to each span of the rank (see hcp_layout) the `before` tokens that precede it in
- * its document: they come before the span's own rows, and are rows of zeros where the
- * document has not begun. So the output has `before` rows more for each span.
- * HCP_INVALID in a plan with branches, and, on every rank alike, for a `before` with which some
- * rank could have 2^31 rows or more. */
+ * its document, in a tree in its text: they come before the span's own rows, and are rows of
+ * zeros where the document has not begun. So the output has `before` rows more for each span.
+ * HCP_INVALID where hcp_plan_expect_trees refuses, and, on every rank alike, for a `before` with
+ * which some rank could have 2^31 rows or more. */
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 
@@ -761,19 +774,21 @@ hcp_status hcp_payload_measure(const hcp_plan *plan, const hcp_payload *payload,
 /* Recurrent layers map the state that enters a span (see hcp_layout) to the one that leaves it.
  * Maps of consecutive spans make one of the same kind, so that ranks exchange maps, and none waits
  * for another to compute. States start anew in each document. A rank's padding is a document of
- * its own, with one span, the rank's last. The order of a span is its number in its document.
+ * its own, with one span, the rank's last. In a tree each stretch starts from the state at the end
+ * of the one that it continues. The depth of a span is the number of spans before it in its
+ * document, or text.
  *
  * Gathering: every rank gets the maps of all spans before its own, and composes them.
  * Rounds: in each, a span gets a map of twice as many spans as in the round before (the scan of
- * Hillis and Steele, https://doi.org/10.1145/7902.7903). A document's first span wants none.
+ * Hillis and Steele, https://doi.org/10.1145/7902.7903). A span of depth 0 wants none.
  *
  * X(name, words per record). PACK to ARRANGE are as in HCP_ROUTE_SECTIONS, of one path after the
  * other: the gathering has one, each round has one.
  *
  *   PATHS     ends of the path's records in PACK, SENDS, RECEIVES and ARRANGE, then its sent rows
- *             and its received rows, which are its output rows
+ *             and its output rows. A received row may be several of these
  *   WANTING   (span): rounds; the own span that each output row is for, round after round
- *   SIZES     gathering; documents of own spans
+ *   SIZES     gathering; documents and texts of own spans
  *   LEVELS    (states): gathering; how many states a level has. The output rows are its maps. A
  *             level comes before the first one: the states that documents start with
  *   KEPT      (state): gathering; which state of the level before each map is applied to
@@ -807,7 +822,7 @@ typedef struct hcp_states_rows {
 hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                               hcp_states_rows *rows, hcp_error *err);
 
-/* HCP_INVALID in a plan with branches, and for a rank without rows. */
+/* HCP_INVALID where hcp_plan_expect_trees refuses, and for a rank without rows. */
 hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                              int32_t by_rounds, hcp_table **states, hcp_error *err);
 

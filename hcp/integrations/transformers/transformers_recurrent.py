@@ -203,17 +203,38 @@ def _scanned_by_heads(
     heads = x.shape[1]
     b, c = (part.repeat_interleave(heads // part.shape[1], 1) for part in (b, c))
     sizes = [x.shape[2], 1, b.shape[2], c.shape[2]]
-    mine = torch.split(cp.whole.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)), sizes, 2)
+    together = torch.cat([x, dt[..., None], b, c], 2)
+    mine = torch.split(cp.whole.sequence_to_head(together, branches=True), sizes, 2)
     own = cp.whole.head_slice(heads)
     per_head = {
         name: option[own] if name in ("D", "dt_bias") and option is not None else option
         for name, option in options.items()
     }
-    outs, lengths = [], cp.whole.cu_seqlens.diff().tolist()
-    for x, dt, b, c in zip(*(torch.split(part, lengths) for part in mine), strict=True):
-        out = function(x[None], dt[None, ..., 0], A[own], b[None], c[None], **per_head)
-        outs.append((out[0] if isinstance(out, tuple) else out)[0])
+    outs: list[Tensor] = []
+    ends: list[Tensor] = []
+    for i, (x, dt, b, c) in enumerate(zip(*_stretches(cp, mine), strict=True)):
+        states = _entering(cp, i, ends)
+        out = function(x[None], dt[None, ..., 0], A[own], b[None], c[None], **states, **per_head)
+        out, *end = out if isinstance(out, tuple) else (out,)
+        outs.append(out[0])
+        ends += end
     return cp.whole.head_to_sequence(torch.cat(outs), heads)
+
+
+def _stretches(cp: ContextParallelHandler, parts: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    lengths = cp.whole.stretch_cu_seqlens.diff().tolist()
+    return [torch.split(part, lengths) for part in parts]
+
+
+def _entering(cp: ContextParallelHandler, i: int, ends: list[Tensor]) -> dict[str, Any]:
+    """Options for stretch i, where there are branches. `ends`: the states after those before."""
+    if not cp.layout.has_branches:
+        return {}
+    parent = cp.whole.parents[i] if i < len(cp.whole.parents) else -1
+    return {
+        "initial_states": ends[parent] if parent >= 0 else None,
+        "return_final_states": True,
+    }
 
 
 def _not_fused(function: Function, cp: ContextParallelHandler, *given: Any, **options: Any) -> None:
