@@ -9,6 +9,8 @@ they run in training: bandwidths and rates measured one by one predict a step le
     torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   runs under your own launcher
     hcp plan --cost cost.json ...                                plans by these prices
     hcp calibrate --memory --out memory.json                     bytes of micro-batches on GPUs
+    hcp calibrate --memory --model Qwen/Qwen3-8B --out ...       prices of keeping, recomputing and
+                                                                 offloading layers of that model
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -156,6 +158,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         help="measure bytes in place of seconds, on GPUs: a file for `--memory` of trainers",
     )
     group.add_argument(
+        "--model",
+        metavar="NAME",
+        help="with --memory: a folder with a config.json, or a name on the hub. One layer of it is "
+        "measured, with the link to the host, on one device: a file for "
+        "hcp.integrations.transformers.memory.Prices.load",
+    )
+    group.add_argument(
         "--memory-share",
         type=float,
         default=0.95,
@@ -197,7 +206,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         )
     expect_share("memory_share", args.memory_share)
     expect_size("head_chunks", args.head_chunks, "chunks")
-    if args.memory and runs_on_cpus(args.device, args.ranks):
+    if args.model and not args.memory:
+        raise ValueError(f"model is {args.model!r} without --memory, expected --memory --model")
+    if args.memory and not args.model and runs_on_cpus(args.device, args.ranks):
         raise ValueError(
             f"--memory reads what the allocator of a GPU counts, and {args.ranks} ranks run on the "
             "CPU here: run it where each rank has a GPU, or lower --ranks"
@@ -447,6 +458,43 @@ def conclude(
     print_report(args, found, errors, device, kernels, points)
 
 
+# ---- Layers of a model of Transformers' ----------------------------------------------------------
+
+
+def measure_layers(args: argparse.Namespace) -> None:
+    """Measure in this process, write the prices and print them."""
+    import torch
+    from transformers import AutoConfig
+
+    from hcp.cli.measure import device_name
+    from hcp.integrations.transformers import memory
+
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    config = AutoConfig.from_pretrained(args.model)
+    lengths = rows_of(args.min_tokens_per_rank, args.max_tokens_per_rank)
+    found = memory.measure(config, device, getattr(torch, args.dtype), lengths, args.repeats)
+    columns = ["tokens", "seconds forward", "seconds backward"]
+    measures = {"model type": config.model_type, "columns": columns, "points": found.seconds}
+    measures |= {"rows and bytes of a kept layer": found.held}
+    found.prices.save(args.out, origin(args, device_name(device)) | measures)
+    print(f"one layer of {args.model} on {device_name(device)}, {args.dtype}")
+    for name, value in asdict(found.prices).items():
+        print(f"  {name:14}{value:>12.4g}  {LAYER_MEANINGS[name]}")
+    print(f"wrote {args.out}")
+
+
+LAYER_MEANINGS = {
+    "row_forward": "s: a row in a layer's forward, without attention",
+    "row_backward": "s: the same in its backward",
+    "pair_forward": "s: a query-key pair of causal attention",
+    "pair_backward": "s: the same in its backward",
+    "head_row": "s: a row in the head and the loss",
+    "parameter": "s: the update of a parameter",
+    "host_rate": "bytes/s between device and host",
+}
+
+
 # ---- Ranks ---------------------------------------------------------------------------------------
 
 
@@ -488,6 +536,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not asks_for_help(argv):
             require_packages("calibrate", "torch")
         args = parse_arguments(argv)
+        if args.model:
+            measure_layers(args)
+            return 0
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "hcp calibrate")
         run_rank(args)

@@ -115,7 +115,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, ranks):
     model = registered()
     expected = trained(model, ranks)
     layers, rows = CHOICES[name]
-    applied = memory.apply(model, memory.Choice(layers, mlp_rows=rows))
+    applied = memory.apply(model, memory.Choice(layers, chunk_rows=rows))
     expect_equal(trained(model, ranks), expected)
     applied.remove()
     expect_equal(trained(model, ranks), expected)
@@ -161,7 +161,7 @@ def test_linear_cross_entropy_beside_them():
 
     model = registered()
     expected = trained(model, 2)
-    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+    memory.apply(model, memory.Choice(MIXED, chunk_rows=4))
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         expect_equal(trained(model, 2, linear_cross_entropy=True), expected)
 
@@ -173,7 +173,7 @@ def test_autocast_is_that_of_the_forward():
     with torch.autocast("cpu", torch.bfloat16):
         # Threads of ranks do not inherit autocast: one rank, in this thread.
         expected = trained(model, 1)
-        memory.apply(model, memory.Choice(("recompute",) * 4, mlp_rows=100))
+        memory.apply(model, memory.Choice(("recompute",) * 4, chunk_rows=100))
         found = trained(model, 1)
     assert found[0] == expected[0]
     for name, grad in expected[1].items():
@@ -222,7 +222,7 @@ def test_a_recomputed_layer_does_not_compute_its_mlp_a_third_time():
         rows.append(hidden.shape[1])
         return own(self, hidden)
 
-    memory.apply(model, memory.Choice(("recompute",) * 4, mlp_rows=5))
+    memory.apply(model, memory.Choice(("recompute",) * 4, chunk_rows=5))
     with mock.patch.object(mlp, "forward", counted):
         trained(model, 1, ONE_BATCH)
     assert sum(rows) == 2 * 4 * sum(LENGTHS)
@@ -233,7 +233,7 @@ def test_a_graph_may_be_walked_twice():
     from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, memory
 
     model = registered()
-    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+    memory.apply(model, memory.Choice(MIXED, chunk_rows=4))
 
     def work(groups):
         plan = hcp.plan([20], ranks=1, max_tokens_per_rank=20)
@@ -257,7 +257,7 @@ def sharded(rank, size, layers, rows):
     from hcp.integrations.transformers import DynamicCPDataLoader, causal_lm_loss, memory
 
     model = registered()
-    memory.apply(model, memory.Choice(layers, mlp_rows=rows))
+    memory.apply(model, memory.Choice(layers, chunk_rows=rows))
     for part in (*model.model.layers, model):
         fully_shard(part)
         if isinstance(part, FSDPModule):
@@ -297,11 +297,11 @@ def test_a_copy_of_the_model_has_layers_of_its_own():
     from hcp.integrations.transformers import memory
 
     model = registered()
-    memory.apply(model, memory.Choice(MIXED, mlp_rows=4))
+    memory.apply(model, memory.Choice(MIXED, chunk_rows=4))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for layer in other.model.layers[:3]:
             assert layer.forward.layer is layer
-        assert other.model.layers[0].mlp.forward.mlp is other.model.layers[0].mlp
+        assert other.model.layers[0].mlp.forward.part is other.model.layers[0].mlp
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_copy_of_the_model_has_layers_of_its_own():
         ({"layers": "keep"}, r"choice\.layers is 'keep', expected one of"),
         ({"layers": ["kept"] * 4}, r"choice\.layers\[0\] is 'kept', expected one of"),
         ({"layers": ["keep"] * 3}, r"choice\.layers has 3 words, expected 4"),
-        ({"layers": ["keep"] * 4, "mlp_rows": -1}, r"choice\.mlp_rows is -1"),
+        ({"layers": ["keep"] * 4, "chunk_rows": -1}, r"choice\.chunk_rows is -1"),
     ],
 )
 def test_a_choice_that_does_not_suit_is_refused(changes, message):
@@ -323,7 +323,7 @@ def test_a_choice_that_does_not_suit_is_refused(changes, message):
 def test_what_a_choice_cannot_be_applied_to_is_refused():
     from hcp.integrations.transformers import memory
 
-    again = memory.Choice(("recompute",) * 4, mlp_rows=4)
+    again = memory.Choice(("recompute",) * 4, chunk_rows=4)
     model = build()
     memory.apply(model, again)
     with pytest.raises(ValueError, match=r"a layer has a forward of its own.*remove\(\)"):
@@ -335,5 +335,5 @@ def test_what_a_choice_cannot_be_applied_to_is_refused():
     with pytest.raises(ValueError, match="has 0 layers that can be computed again"):
         memory.apply(torch.nn.Linear(2, 2), again)
     experts = build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    with pytest.raises(ValueError, match=r"mlp_rows: .* expected layers of torch\.nn\.Linear"):
+    with pytest.raises(ValueError, match=r"chunk_rows: .* expected layers of torch\.nn\.Linear"):
         memory.apply(experts, again)

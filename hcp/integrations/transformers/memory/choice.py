@@ -26,9 +26,9 @@ class Choice:
 
     layers: Sequence[LayerRows]
     """One word for each layer, first to last."""
-    mlp_rows: int = 0
-    """Rows of a chunk, in which MLPs of recomputed layers compute, one after the other; 0: all rows
-    at once. What the MLP makes inside is then in memory for one chunk alone."""
+    chunk_rows: int = 0
+    """Rows of a chunk, in which MLPs and norms of recomputed layers compute, one after the other;
+    0: all rows at once. What they make inside is then in memory for one chunk alone."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, str) or not isinstance(self.layers, Sequence):
@@ -39,5 +39,5 @@ class Choice:
             if word not in ROWS:
                 raise ValueError(f"choice.layers[{i}] is {word!r}, expected one of {ROWS}")
         object.__setattr__(self, "layers", tuple(self.layers))
-        rows = expect_size("choice.mlp_rows", self.mlp_rows, "rows", least=0)
-        object.__setattr__(self, "mlp_rows", rows)
+        rows = expect_size("choice.chunk_rows", self.chunk_rows, "rows", least=0)
+        object.__setattr__(self, "chunk_rows", rows)

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hcp.attention.kept import KeptResults
 from hcp.integrations.transformers.memory.choice import Choice, LayerRows
 from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies
-from hcp.integrations.transformers.memory.mlp_rows import InChunks, mlp_of
+from hcp.integrations.transformers.memory.row_chunks import InChunks, row_wise_of
 
 
 class Applied:
@@ -23,15 +23,17 @@ class Applied:
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self._replaced: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, Any]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._replaced.append((module, vars(module).get("forward")))
         module.forward = forward
-        self._replaced.append(module)
 
     def remove(self) -> None:
-        for module in self._replaced:
+        for module, before in self._replaced:
             del module.forward
+            if before is not None:
+                module.forward = before
         self._replaced.clear()
 
 
@@ -40,14 +42,14 @@ def apply(model: nn.Module, choice: Choice) -> Applied:
 
     Call it after ``register_hcp_attention`` or before it, and before or after FSDP2's
     ``fully_shard``; every rank with an equal choice. Losses and gradients are those of the model
-    without it. Forwards without gradients are not changed, but for chunks of MLPs.
+    without it. Forwards without gradients are not changed, but for chunks.
 
     A recomputed layer does not attend again: hcp's attention keeps its output and log-sum-exp.
     Attention by indices and recurrent layers are computed twice.
 
     Args:
         model: a causal language model of Transformers, which may be wrapped.
-        choice: a word for each layer, and the rows of an MLP's chunk.
+        choice: a word for each layer, and the rows of a chunk.
 
     Returns:
         An object whose ``remove()`` undoes it.
@@ -60,13 +62,13 @@ def apply(model: nn.Module, choice: Choice) -> Applied:
     _check(model, layers, choice)
     words = list(zip(layers, choice.layers, strict=True))
     again = [layer for layer, word in words if word.startswith("recompute")]
-    mlps = [mlp_of(layer) for layer in again] if choice.mlp_rows else []
+    parts = [part for layer in again for part in row_wise_of(layer)] if choice.chunk_rows else []
     applied, host = Applied(choice), _Host()
     for layer, word in words:
         if word != "keep":
             applied.replace(layer, _LayerForward(layer, word, host))
-    for mlp in mlps:
-        applied.replace(mlp, InChunks(mlp, choice.mlp_rows))
+    for part in parts:
+        applied.replace(part, InChunks(part, choice.chunk_rows, vars(part).get("forward")))
     return applied
 
 

@@ -1,4 +1,4 @@
-"""An MLP in chunks of rows, of which one alone is in memory with all that it makes inside.
+"""MLPs and norms in chunks of rows, of which one alone is in memory with all that it makes inside.
 
 T rows, N of a chunk.
 """
@@ -6,6 +6,7 @@ T rows, N of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,46 +20,52 @@ NAMES = ("mlp", "feed_forward")
 Forward = Callable[[Tensor], Tensor]
 
 
-def mlp_of(layer: nn.Module) -> nn.Module:
-    """Return the MLP of a layer. Raises ValueError unless it computes each row by itself, by
-    matrices alone."""
+def row_wise_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a layer that compute each row by itself and make much inside: its MLP and
+    its norms. Raises ValueError where the MLP is not of matrices alone."""
+    norms = [part for part in layer.modules() if type(part).__name__.endswith("Norm")]
+    return [_mlp_of(layer), *norms]
+
+
+def _mlp_of(layer: nn.Module) -> nn.Module:
     found = [part for name in NAMES if isinstance(part := getattr(layer, name, None), nn.Module)]
     if not found:
         raise ValueError(
-            f"choice.mlp_rows: {type(layer).__name__} has none of {NAMES}, expected an MLP under "
-            "one of these names: mlp_rows=0 computes all rows at once"
+            f"choice.chunk_rows: {type(layer).__name__} has none of {NAMES}, expected an MLP under "
+            "one of these names: chunk_rows=0 computes all rows at once"
         )
     mlp = found[0]
     for name, part in mlp.named_modules():
         own = list(part.parameters(recurse=False))
         if own and not isinstance(part, nn.Linear | Conv1D):
             raise ValueError(
-                f"choice.mlp_rows: {type(mlp).__name__} has {name or 'parameters of its own'}, a "
+                f"choice.chunk_rows: {type(mlp).__name__} has {name or 'parameters of its own'}, a "
                 f"{type(part).__name__}, expected layers of torch.nn.Linear: experts see all rows "
-                "at once, with mlp_rows=0"
+                "at once, with chunk_rows=0"
             )
         if isinstance(part, nn.Dropout) and part.p > 0:
             raise ValueError(
-                f"choice.mlp_rows: {type(mlp).__name__}.{name} drops out {part.p}, expected 0: a "
+                f"choice.chunk_rows: {type(mlp).__name__}.{name} drops out {part.p}, expected 0: a "
                 "chunk is computed twice"
             )
     return mlp
 
 
 class InChunks:
-    """A forward of an MLP, (1, T, hidden) to (1, T, hidden), in chunks of N rows."""
+    """A forward of a part, (1, T, ...) to (1, T, ...), in chunks of N rows. ``before``: one that
+    the part had of its own already, as Liger's kernels give it."""
 
-    def __init__(self, mlp: nn.Module, rows: int) -> None:
-        self.mlp, self.rows = mlp, rows
+    def __init__(self, part: nn.Module, rows: int, before: Forward | None) -> None:
+        self.part, self.rows, self.before = part, rows, before
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        forward: Forward = partial(type(self.mlp).forward, self.mlp)
-        if hidden.shape[1] <= self.rows:
+        forward: Forward = self.before or partial(type(self.part).forward, self.part)
+        if hidden.shape[0] != 1 or hidden.shape[1] <= self.rows:
             return forward(hidden)
         if not torch.is_grad_enabled():
             return _by_chunks(forward, hidden, self.rows)
         held = _Rows.apply(hidden)  # type: ignore[no-untyped-call]
-        own = [p for p in self.mlp.parameters() if p.requires_grad]
+        own = [p for p in self.part.parameters() if p.requires_grad]
         given = held, held.grad_fn, forward, self.rows, *own
         out: Tensor = _Chunks.apply(*given)  # type: ignore[no-untyped-call]
         return out
@@ -69,7 +76,7 @@ def _by_chunks(forward: Forward, hidden: Tensor, rows: int) -> Tensor:
     for start in range(0, hidden.shape[1], rows):
         part = forward(hidden[:, start : start + rows])
         if out is None:
-            out = part.new_empty(*hidden.shape[:2], part.shape[2])
+            out = part.new_empty(*hidden.shape[:2], *part.shape[2:])
         out[:, start : start + rows] = part
     assert out is not None
     return out
@@ -77,7 +84,7 @@ def _by_chunks(forward: Forward, hidden: Tensor, rows: int) -> Tensor:
 
 class _Rows(torch.autograd.Function):
     """Saves the rows before anything is computed of them. A checkpoint that stops once it has all
-    that was saved then ends before the MLP, which computes its chunks in the backward anyway."""
+    that was saved then ends before the chunks, which are computed in the backward anyway."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -98,12 +105,7 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.held, ctx.run, ctx.rows, ctx.parameters = held, forward, rows, parameters
         ctx.hidden = hidden if held is None else None
-        device = hidden.device.type
-        ctx.autocast = (
-            device,
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_enabled(device),
-        )
+        ctx.autocast = _autocast_of(hidden.device.type)
         return _by_chunks(forward, hidden, rows)
 
     @staticmethod
@@ -113,7 +115,7 @@ class _Chunks(torch.autograd.Function):
         for start in range(0, hidden.shape[1], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             of_rows, *own = _chunk_back(ctx, hidden[:, chunk], grad[:, chunk])
-            if of_rows is not None:  # as it is, unless the MLP is constant
+            if of_rows is not None:  # as it is, unless the part is constant
                 grad_hidden[:, chunk] = of_rows
             sums = [_added(total, more) for total, more in zip(sums, own, strict=True)]
         grads = [
@@ -123,9 +125,16 @@ class _Chunks(torch.autograd.Function):
         return grad_hidden, None, None, None, *grads
 
 
+def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The autocast of the forward, which a backward is not in."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return lambda: torch.autocast(device, dtype, enabled)
+
+
 def _chunk_back(ctx: Any, rows: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    device, dtype, enabled = ctx.autocast
-    with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+    with torch.enable_grad(), ctx.autocast():
         own = rows.detach().requires_grad_()
         out = ctx.run(own)
     return torch.autograd.grad(out, (own, *ctx.parameters), grad, allow_unused=True)

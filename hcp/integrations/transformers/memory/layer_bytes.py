@@ -1,0 +1,239 @@
+"""The bytes that a layer of a model takes under each word of a choice, counted without computing.
+
+T rows of a rank, H query heads, G key-value heads, D and E head sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+from hcp.attention.kept import current
+from hcp.integrations.transformers.memory.choice import Choice, LayerRows
+from hcp.integrations.transformers.memory.layers import apply, layers_of
+from hcp.integrations.transformers.memory.live_bytes import LiveBytes
+
+COUNTED = "hcp_counted"
+"""The attention that keeps what hcp's keeps, and computes nothing."""
+
+
+class Line(NamedTuple):
+    """Bytes of so many rows."""
+
+    row: float
+    fixed: float
+
+    def at(self, rows: int) -> int:
+        return int(self.row * rows + self.fixed)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer, its parameters not counted."""
+
+    held: Line
+    """From its forward to its backward, its input included where it is needed."""
+    forward: Line
+    """The most during its forward, input and output included."""
+    backward: Line
+    """The most during its backward: with what it held, and the gradients of its parameters."""
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of a model's layers and parameters."""
+
+    layers: int
+    width: int
+    """Values of a row between layers."""
+    itemsize: int
+    kept: LayerBytes
+    recomputed: LayerBytes
+    in_chunks: LayerBytes | None
+    """The same with its MLP and norms in chunks; None: it cannot be, or was not asked for."""
+    chunk_rows: int
+    layer_parameters: int
+    other_parameters: int
+    """Of the embedding, the head and the last norm."""
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.other_parameters
+
+    def of(self, word: LayerRows, rows: int) -> LayerBytes:
+        if not word.startswith("recompute"):
+            return self.kept
+        return self.in_chunks if self.in_chunks and rows > 2 * self.chunk_rows else self.recomputed
+
+    def chunk_of(self, rows: int) -> int:
+        """Rows of a chunk where a rank has so many rows; 0: there are none."""
+        return self.chunk_rows if self.in_chunks and rows > 2 * self.chunk_rows else 0
+
+
+def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> ModelBytes:
+    """Count the bytes of a model by its configuration alone, in milliseconds and without memory.
+
+    Args:
+        config: of a causal language model of Transformers.
+        dtype: of weights and rows as layers compute them.
+        chunk_rows: rows of a chunk of MLPs and norms in recomputed layers of many rows; 0: none.
+
+    Returns:
+        The bytes of one layer under each word, and the numbers of parameters.
+
+    Raises:
+        ValueError: the model does not run without values, as one with experts does not.
+    """
+    text = config.get_text_config()
+    model = _of_one_layer(config, dtype)
+    layer = _Layer(model, dtype)
+    chunked = None
+    if chunk_rows:
+        try:
+            chunked = layer.lines(
+                Choice(["recompute"], chunk_rows), (4 * chunk_rows, 8 * chunk_rows)
+            )
+        except ValueError:  # its MLP computes all rows at once
+            chunk_rows = 0
+    own = sum(p.numel() for p in layer.layer.parameters())
+    return ModelBytes(
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        itemsize=dtype.itemsize,
+        kept=layer.lines(Choice(["keep"]), (1024, 2048)),
+        recomputed=layer.lines(Choice(["recompute"]), (1024, 2048)),
+        in_chunks=chunked,
+        chunk_rows=chunk_rows,
+        layer_parameters=own,
+        other_parameters=sum(p.numel() for p in model.parameters()) - own,
+    )
+
+
+def _of_one_layer(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model on the device meta, with one layer of its most frequent kind."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers = 1
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = [Counter(kinds).most_common(1)[0][0]]
+    AttentionInterface.register(COUNTED, _counted_attention)
+    AttentionMaskInterface.register(COUNTED, lambda *given, **named: None)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(small, attn_implementation=COUNTED)
+    return model.to(dtype).train()
+
+
+class _Layer:
+    """A layer, with the arguments that its model gives it."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        (self.layer,) = layers_of(model)
+        self.model, self.dtype = model, dtype
+
+    def lines(self, choice: Choice, rows: tuple[int, int]) -> LayerBytes:
+        applied = apply(self.model, choice)
+        try:
+            few, many = (self._count(count) for count in rows)
+        finally:
+            applied.remove()
+        lines = (_line(*rows, *found) for found in zip(few, many, strict=True))
+        return LayerBytes(*lines)
+
+    def _count(self, rows: int) -> tuple[int, int, int]:
+        hidden, others, named = self._arguments(rows)
+        leaf = torch.empty_like(hidden).requires_grad_()
+        self.model.zero_grad()
+        with LiveBytes() as live:
+            hidden = leaf.clone()  # its own memory, as that of the layer before
+            out = self.layer(hidden, *others, **named)
+            out = out[0] if isinstance(out, tuple) else out
+            del hidden
+            forward, held = live.most, live.now - out.nbytes
+            edge, like = get_gradient_edge(out), torch.empty_like(out, device="meta")
+            del out
+            live.most = live.now
+            torch.autograd.backward([edge], [like])
+        return held, forward, live.most
+
+    def _arguments(self, rows: int) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        seen: list[Any] = []
+        hook = self.layer.register_forward_pre_hook(
+            lambda module, given, named: seen.append((given, named)), with_kwargs=True
+        )
+        tokens = torch.zeros(1, rows, dtype=torch.long, device="meta")
+        try:
+            with torch.no_grad():
+                # A mask that is made already, which Transformers hands on.
+                mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
+                given = {"attention_mask": mask, "use_cache": False}
+                self.model(input_ids=tokens, logits_to_keep=1, **given)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{type(self.model).__name__} does not run on the device meta, expected one whose "
+                "operators need no values to know their sizes: give a Choice of your own. "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            hook.remove()
+        (hidden, *others), named = seen[0]
+        return hidden, tuple(others), named
+
+
+def _line(few_rows: int, many_rows: int, few: int, many: int) -> Line:
+    row = (many - few) / (many_rows - few_rows)
+    return Line(row, few - row * few_rows)
+
+
+# ---- attention that is counted -------------------------------------------------------------------
+
+
+def _counted_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    out: Tensor = _Counted.apply(*rows)  # type: ignore[no-untyped-call]
+    return out.unsqueeze(0), None
+
+
+class _Counted(torch.autograd.Function):
+    """What hcp's attention saves, and the gradients that it makes. Buffers of its exchanges are
+    those of `exchange_bytes`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept = current.results
+        recalled = None if kept is None else kept.next()
+        if recalled is None:
+            out = query.new_empty(*query.shape[:2], value.shape[2])
+            lse = query.new_empty(query.shape[:2], dtype=_wide(query.dtype))
+            if kept is not None:
+                kept.add(out, lse)
+        else:
+            out, lse = recalled
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@functools.cache
+def exchange_bytes(heads: int, key_heads: int, head_dim: int, itemsize: int, ranks: int) -> int:
+    """Bytes of a row in the buffers of one layer's attention, in its backward under "p2p": two
+    blocks of arriving keys and values, their gradients in float32 twice, those of queries in
+    float32. 0 for one rank."""
+    keys = 2 * key_heads * head_dim
+    return 0 if ranks == 1 else 2 * keys * itemsize + 2 * keys * 4 + heads * head_dim * 4

@@ -1,0 +1,326 @@
+"""What each layer keeps, chosen by counted bytes and prices: the bytes are those of a real model,
+the arithmetic that of a walk through a step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from support.finetuning import documents
+
+import hcp
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDE = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000}
+ROWS = 700
+
+
+def config(kind="qwen3", layers=4, sizes=SIZES, **changes):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.CONFIG_MAPPING[kind](**sizes, num_hidden_layers=layers, **changes)
+
+
+def prices(**changes):
+    from hcp.integrations.transformers import memory
+
+    same = {"row_forward": 1e-6, "row_backward": 2e-6, "pair_forward": 1e-10}
+    same |= {"pair_backward": 3e-10, "head_row": 1e-6, "parameter": 1e-9, "host_rate": 1e9}
+    return memory.Prices(**same | changes)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def saved_on_the_cpu(kind, layers, word, chunk_rows, **changes):
+    """Bytes that all layers of a real model save in a forward through hcp, each memory once."""
+    import transformers
+
+    from hcp.attention.kept import KeptResults
+    from hcp.integrations.transformers import (
+        causal_lm_losses,
+        causal_lm_sample,
+        memory,
+        register_hcp_attention,
+    )
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(kind, layers, **changes)).train()
+    register_hcp_attention(model)
+    memory.apply(model, memory.Choice([word] * layers, chunk_rows))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    def work(groups):
+        plan = hcp.plan([ROWS], ranks=1, max_tokens_per_rank=ROWS)
+        samples = [causal_lm_sample(d) for d in documents([ROWS])]
+        results = partial(KeptResults, pack, lambda kept: kept)
+        where = "hcp.integrations.transformers.memory.layers.KeptResults"
+        for cp, local in hcp.dispatch(plan, samples, [0], groups):
+            with (
+                mock.patch(where, results),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept),
+            ):
+                losses = causal_lm_losses(model, cp, local)
+            size = sum(storage.nbytes() for storage in found.values())
+            del losses
+        return size
+
+    return hcp.loopback(1, work)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "chunk_rows"),
+    [
+        ("qwen3", "keep", 0),
+        ("qwen3", "recompute", 0),
+        ("qwen3", "recompute", 64),
+        ("llama", "keep", 0),
+        ("llama", "recompute", 0),
+        ("gemma2", "keep", 0),
+    ],
+)
+def test_counted_bytes_of_a_layer_are_those_that_a_real_one_saves(kind, word, chunk_rows):
+    from hcp.integrations.transformers import memory
+
+    four = saved_on_the_cpu(kind, 4, word, chunk_rows)
+    measured = (four - saved_on_the_cpu(kind, 2, word, chunk_rows)) / 2
+    counted = memory.model_bytes(config(kind), torch.float32, chunk_rows)
+    assert counted.of(word, ROWS).held.at(ROWS) == pytest.approx(measured, rel=0.03)
+
+
+def test_parameters_are_counted_as_the_model_has_them():
+    import transformers
+
+    from hcp.integrations.transformers import memory
+
+    counted = memory.model_bytes(config(layers=3), torch.float32, 0)
+    model = transformers.AutoModelForCausalLM.from_config(config(layers=3))
+    assert counted.parameters == sum(p.numel() for p in model.parameters())
+
+
+def whole_model_on_meta(counts, rows, counted):
+    """The most bytes of a step of all layers, walked through without values."""
+    import transformers
+
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.layer_bytes import COUNTED
+    from hcp.integrations.transformers.memory.live_bytes import LiveBytes
+
+    words = ["recompute"] * counts[0] + ["keep"] * counts[1]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config(layers=len(words), sizes=WIDE), attn_implementation=COUNTED
+        ).bfloat16()
+    model.model.norm = torch.nn.Identity()  # belongs to the loss
+    memory.apply(model, memory.Choice(words, counted.chunk_of(rows)))
+    mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
+    tokens = torch.zeros(1, rows, device="meta", dtype=torch.long)
+    with LiveBytes() as live:
+        out = model.model(input_ids=tokens, attention_mask=mask, use_cache=False)
+        total = (out.last_hidden_state * 1.0).sum()  # saves nothing, and gives a whole gradient
+        del out
+        total.backward()
+    return live.most
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows"),
+    [((6, 0), 120_000), ((0, 6), 20_000), ((4, 2), 20_000), ((4, 2), 120_000), ((2, 4), 60_000)],
+)
+def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
+    """Without the loss, and what parameters take."""
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.chooser import Counts, _Step
+
+    model = config(layers=6, sizes=WIDE)
+    counted = memory.model_bytes(model, torch.bfloat16)
+    machine = memory.Machine(1, 2**40, offload_state=True)
+    step = _Step(model, counted, prices(), machine, rows)
+    step.loss = 0
+    predicted = max(step.phases(Counts(0, 0, *counts)).values())
+    assert predicted == pytest.approx(whole_model_on_meta(counts, rows, counted), rel=0.03)
+
+
+def test_experts_are_refused_by_name():
+    from hcp.integrations.transformers import memory
+
+    experts = config("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    with pytest.raises(ValueError, match=r"does not run on the device meta.*Choice of your own"):
+        memory.model_bytes(experts, torch.float32)
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    from hcp.integrations.transformers import memory
+
+    made = config(layers=8, sizes=WIDE)
+    return made, memory.model_bytes(made, torch.bfloat16)
+
+
+def chosen(model, length=262_144, ranks=2, gib=64.0, host=64, **changes):
+    from hcp.integrations.transformers import memory
+
+    machine = memory.Machine(ranks, int(gib * 2**30), host * 2**30)
+    return memory.choose(*model, prices(**changes), machine, length)
+
+
+def test_all_is_kept_where_it_fits(model):
+    found = chosen(model, length=4096)
+    assert found.choice.layers == ("keep",) * 8
+    assert found.parts["computed again"] == found.parts["waiting for copies"] == 0
+    assert "all rows fit" in found.told()
+
+
+def test_less_memory_never_makes_a_step_faster(model):
+    steps = [chosen(model, gib=gib) for gib in (6, 8, 12, 20, 64)]
+    for lean, rich in itertools.pairwise(steps):
+        assert lean.seconds >= rich.seconds
+        assert lean.device_bytes <= lean.limit
+    assert len({step.choice for step in steps}) > 2
+
+
+def test_a_fast_link_offloads_and_a_slow_one_does_not(model):
+    fast, slow = (chosen(model, gib=12, host_rate=rate) for rate in (1e12, 1e6))
+    assert any(word.endswith("offload") for word in fast.choice.layers)
+    assert not any(word.endswith("offload") for word in slow.choice.layers)
+    assert fast.parts["waiting for copies"] == 0
+
+
+def test_no_more_of_the_host_than_there_is(model):
+    found = chosen(model, gib=12, host=0, host_rate=1e12)
+    assert found.host_bytes == 0
+    assert not any(word.endswith("offload") for word in found.choice.layers)
+
+
+def test_the_seconds_of_a_step_are_its_sums(model):
+    found = chosen(model, length=100_000, ranks=2, gib=64)
+    rows, pairs = 50_000, 50_000 * 100_000 / 2
+    assert found.rows == rows
+    assert found.parts["forward"] == pytest.approx(8 * (rows * 1e-6 + pairs * 1e-10))
+    assert found.parts["backward"] == pytest.approx(8 * (rows * 2e-6 + pairs * 3e-10))
+    assert found.parts["head and loss"] == pytest.approx(rows * 1e-6)
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+
+
+def test_a_length_that_cannot_fit_is_refused_with_the_longest_that_can(model):
+    from hcp.integrations.transformers import memory
+
+    machine = memory.Machine(2, 4 * 2**30, 8 * 2**30)
+    longest = memory.longest_of(*model, prices(), machine)
+    assert longest > 1000
+    assert memory.choose(*model, prices(), machine, longest).device_bytes <= 4 * 2**30
+    message = rf"length is {longest + 2:,} tokens on 2 ranks, expected {longest:,} or fewer"
+    with pytest.raises(ValueError, match=message):
+        memory.choose(*model, prices(), machine, longest + 2)
+    whole = replace(machine, offload_state=True)
+    assert memory.longest_of(*model, prices(), whole) >= longest
+
+
+def test_a_forecast_says_what_is_kept_and_why(model):
+    told = chosen(model, gib=8).told()
+    assert "262,144 tokens, 131,072 rows a rank: predicted" in told
+    assert "GiB a device" in told
+    assert "recomputed without attention" in told
+    assert "memory is fullest in" in told
+
+
+def test_prices_of_rates_are_sums_of_operations():
+    from hcp.integrations.transformers import memory
+
+    rates = {"matrices": 1e12, "attention": 2e12, "attention_backward": 4e12}
+    found = memory.Prices.of_rates(config(sizes=SIZES), **rates, host_rate=1e9, memory_rate=28.0)
+    weights = 32 * (32 + 16 + 16 + 32 + 3 * 96)
+    assert found.row_forward == pytest.approx(2 * weights / 1e12)
+    assert found.pair_forward == pytest.approx(4 * 32 / 2e12)
+    assert found.pair_backward == pytest.approx(10 * 32 / 4e12)
+    assert found.head_row == pytest.approx(6 * 32 * 64 / 1e12)
+    assert found.parameter == 1.0
+
+
+# ---- prices --------------------------------------------------------------------------------------
+
+
+def test_prices_are_read_as_they_were_written(tmp_path):
+    from hcp.integrations.transformers import memory
+
+    path = tmp_path / "prices.json"
+    prices().save(path, {"device": "none"})
+    assert memory.Prices.load(path) == prices()
+    data = json.loads(path.read_text())
+    data["prices"]["host_rate"] = 0
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"prices\.host_rate is 0, expected bytes a second"):
+        memory.Prices.load(path)
+    data["prices"]["row_forward"] = "fast"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r'prices\.row_forward is "fast", expected a number'):
+        memory.Prices.load(path)
+
+
+def test_a_device_is_measured():
+    from hcp.integrations.transformers import memory
+
+    found = memory.measure(config(layers=4), torch.device("cpu"), torch.float32, [64, 256], 1)
+    assert [n for n, *_ in found.seconds] == [64, 256]
+    assert found.held == []
+    for name, value in asdict(found.prices).items():
+        assert value >= 0, name
+    assert found.prices.host_rate > 0
+    with pytest.raises(ValueError, match=r"lengths is \[64\], expected two"):
+        memory.measure(config(), torch.device("cpu"), torch.float32, [64, 64])
+
+
+def test_times_of_a_known_layer_are_fitted_exactly():
+    from hcp.integrations.transformers.memory.measure import _fit
+
+    row, pair = _fit([(n, 3e-6 * n + 5e-10 * n * n / 2) for n in (1000, 8000, 64_000)])
+    assert row == pytest.approx(3e-6)
+    assert pair == pytest.approx(5e-10)
+    assert _fit([(100, 1e-4), (200, 2e-4), (400, 4e-4)]) == (pytest.approx(1e-6), pytest.approx(0))
+
+
+def test_the_command_writes_prices_of_a_model(tmp_path, capsys):
+    from hcp.cli import calibrate
+    from hcp.integrations.transformers import memory
+
+    config(layers=4).save_pretrained(tmp_path)
+    out = tmp_path / "prices.json"
+    argv = ["--memory", "--model", str(tmp_path), "--out", str(out), "--max-tokens-per-rank"]
+    assert calibrate.main([*argv, "256", "--min-tokens-per-rank", "64", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "host_rate" in printed
+    assert f"wrote {out}" in printed
+    assert memory.Prices.load(out).host_rate > 0
+    assert json.loads(out.read_text())["provenance"]["model type"] == "qwen3"
+    assert calibrate.main(["--model", "x", "--out", str(out)]) == 2
+    assert "model is 'x' without --memory" in capsys.readouterr().err
