@@ -64,10 +64,13 @@ def next_fit_at(degree: int, lengths: list[int], ranks: int, capacity: int) -> B
     return fixed_width(packs, ranks, degree)
 
 
-def karmarkar_karp(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """Plan like RL trainers, at one degree. Sequences go to data-parallel ranks by largest
-    differencing on their times. Each of these then packs its own, longest first."""
-    degree = static_degree(lengths, ranks, capacity)
+def karmarkar_karp(
+    lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel, degree: int | None = None
+) -> Batches:
+    """Plan like RL trainers, at one degree (default: the least that holds the longest). Sequences
+    go to data-parallel ranks by largest differencing on their times. Each of these then packs its
+    own, longest first."""
+    degree = degree or static_degree(lengths, ranks, capacity)
     lanes = ranks // degree
     tie = itertools.count()
     heap = []

@@ -54,6 +54,14 @@ RUNS = {
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
     ),
     "bench_exchange": (2, "--device cpu --most-mib 1"),
+    "bench_experts": (
+        2,
+        "--device cpu --expert-ranks 2 --sequences 4 --rounds 1 --num-layers 1",
+    ),
+    "bench_experts --simulate": (
+        1,
+        "--simulate --ranks 8 --expert-ranks 4 --sequences 4 --batches 1 --tail 1 2",
+    ),
     "bench_fields": (
         2,
         "--device cpu --sequences 3 --tokens 40 --images 2 --image-tokens 4 --pixels 6 --hidden 8"
@@ -107,6 +115,7 @@ RUNS = {
 }
 NEEDS = {
     "studies/exact": "ortools",
+    "bench_experts": "megatron",
     "bench_megatron": "megatron",
     "studies/empty_micro_batches": "transformers",
 }
