@@ -13,6 +13,9 @@
  * are worth small steps. */
 enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE = 6, WIDE = 3 };
 
+/* The same up to which large requests of lockstep are searched without single ranks. */
+enum { HUGE = 1 << 18 };
+
 /* The share of the usual looks, as a divisor, that small steps have: in the best plan under either
  * sync, in those of stricter requests, in those whose ranks wait for each other, in those of one
  * degree, and as if they waited, beside the steps of those that do not. */
@@ -261,13 +264,24 @@ static hcp_status try_memories(best *b, hcp_error *err) {
   return status;
 }
 
+/* A rank of its own for each sequence of more than half a rank's rows leaves much of their memory
+ * empty, and many micro-batches: shared ranks hold more. */
+static hcp_status try_shared(best *b, hcp_error *err) {
+  const hcp_limits *limits = b->p->limits;
+  int64_t size = (int64_t)b->p->n * limits->ranks;
+  if (limits->sync == HCP_SYNC_STEP || size > HUGE || is_near(b, FAR)) return HCP_OK;
+  hcp_status status = try_least(b, 2, err);
+  return status == HCP_OK && !limits->pow2 && !is_near(b, FAR) ? try_pow2(b, 1, err) : status;
+}
+
 /* Those that have been found to pay. */
 static hcp_status try_stricter(best *b, hcp_error *err) {
   const hcp_limits *limits = b->p->limits;
   int32_t free = limits->sync == HCP_SYNC_STEP;
   hcp_status status = HCP_OK;
   if (b->p->kind_count <= KINDS) status = try_memories(b, err);
-  if ((int64_t)b->p->n * limits->ranks > LARGE) return status;
+  if ((int64_t)b->p->n * limits->ranks > LARGE)
+    return status == HCP_OK ? try_shared(b, err) : status;
   if (status == HCP_OK && !free && !limits->pow2) status = try_pow2(b, 1, err);
   if (status == HCP_OK) status = try_pow2(b, 2, err);
   if (status == HCP_OK) status = try_least(b, 2, err);
