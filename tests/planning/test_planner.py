@@ -345,7 +345,7 @@ def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
         lengths.append(FAMILIES["byted"].draw(random))
     plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192, cost=planning.CHEAP_LAUNCHES)
     check_plan(plan, lengths)
-    assert plan.makespan <= 1.017 * plan.bound
+    assert plan.makespan <= 1.007 * plan.bound
 
 
 @pytest.mark.parametrize("giant", [1_200_000, 1_590_000, 1_720_000, 1_850_000])
