@@ -21,14 +21,15 @@ def differenced(times: list[int], ranks: int) -> int:
     return parts[0][-1]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(40))
 def test_single_ranks_are_balanced_at_least_as_by_differencing(seed: int) -> None:
     random = Random(seed)
     ranks = random.choice([4, 8, 16])
-    lengths = [round(100 * 160 ** random.random()) for _ in range(300)]
+    count = ranks * random.choice([2, 3, 4, 6, 20]) + 1
+    lengths = [round(100 * 160 ** random.random()) for _ in range(count)]
     cost = hcp.CostModel(launch=0)
     one: dict[str, Any] = {"min_degree": 1, "max_degree": 1, "max_tokens_per_rank": sum(lengths)}
     made = hcp.plan(lengths, ranks=ranks, cost=cost, **one)
     check_plan(made, lengths)
     times = [cost.time(length, 1) for length in lengths]
-    assert made.makespan <= 1.0001 * differenced(times, ranks)
+    assert made.makespan <= differenced(times, ranks)

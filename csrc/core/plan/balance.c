@@ -3,8 +3,9 @@
  * Sequences on single ranks that no wide group follows are numbers to be divided among ranks. A
  * list leaves the fullest rank a little above the others. Two sequences of it and of one of the
  * emptiest ranks change places, or one goes there alone, so that the two ranks end as nearly
- * together as can be. Both are sorted, so the best pair is found in one pass. This ends nearer to
- * equal ranks than the differencing of Karmarkar and Karp, and keeps rows and launches. */
+ * together as can be. Both are sorted, so the best pair is found in one pass, which keeps rows and
+ * launches. The same begins once more from the division of differencing.c, which is better where
+ * each rank has few sequences. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,7 +13,10 @@
 
 /* Emptiest ranks that the fullest looks at; looks at sequences and ranks in all, for each of them,
  * and at most; and the part of the bound, as a shift, within which none are worth it. */
-enum { EMPTIEST = 16, LOOKS = 64, MOST = 1 << 16, NEAR = 13 };
+enum { EMPTIEST = 16, LOOKS = 64, MOST = 1 << 16, NEAR = 20 };
+
+/* Sequences times ranks up to which they are divided anew. */
+enum { DIVIDED = 1 << 14 };
 
 /* A sequence, or a free place of a rank, which takes no time. */
 typedef struct item {
@@ -32,6 +36,8 @@ typedef struct balance {
   int32_t *next;    /* ranks: the first micro-batch not run */
   int64_t *rows;    /* groups: on its rank */
   int32_t *members; /* groups */
+  int32_t *first_group; /* ranks + 1: of groups */
+  int32_t *groups; /* those whose sequences items are */
   int64_t looks;
 } balance;
 
@@ -100,7 +106,7 @@ static void add_items(balance *o, int32_t g, int32_t *count) {
 
 /* Of every rank with such groups: their sequences, and a free place in the last one. */
 static int load(balance *o) {
-  int32_t ranks = o->p->limits->ranks, count = 0;
+  int32_t ranks = o->p->limits->ranks, count = 0, groups = 0;
   int32_t *next = malloc(((size_t)o->from->group_count + (size_t)ranks) * sizeof *next);
   if (next == NULL) return 0;
   int32_t *top = next + o->from->group_count;
@@ -112,11 +118,16 @@ static int load(balance *o) {
   }
   for (int32_t r = 0; r < ranks; r++) {
     o->first[r] = count;
-    for (int32_t g = top[r]; g >= 0; g = next[g]) add_items(o, g, &count);
+    o->first_group[r] = groups;
+    for (int32_t g = top[r]; g >= 0; g = next[g]) {
+      o->groups[groups++] = g;
+      add_items(o, g, &count);
+    }
     if (top[r] >= 0) o->items[count++] = (item){0, 0, -1, top[r]};
     qsort(o->items + o->first[r], (size_t)(count - o->first[r]), sizeof *o->items, longest_first);
   }
   o->first[ranks] = count;
+  o->first_group[ranks] = groups;
   free(next);
   return 1;
 }
@@ -214,6 +225,97 @@ static int improve(balance *o) {
   return 0;
 }
 
+/* ---- a division anew ---- */
+
+/* What is to be divided: the sequences of all ranks that have such groups. */
+typedef struct division {
+  item *all;      /* count */
+  int64_t *times; /* count */
+  int32_t *rank_of; /* count: places among the ranks that take part */
+  int64_t *busy;  /* ranks that take part: until their first of these sequences */
+  int32_t *ranks; /* the same: which they are */
+  int32_t count, parts;
+} division;
+
+static void list_parts(const balance *o, division *d) {
+  for (int32_t r = 0; r < o->p->limits->ranks; r++) {
+    if (o->first[r] == o->first[r + 1]) continue;
+    d->ranks[d->parts] = r;
+    d->busy[d->parts] = o->ends[r];
+    for (int32_t i = o->first[r]; i < o->first[r + 1]; i++) {
+      if (o->items[i].sequence < 0) continue;
+      d->busy[d->parts] -= o->items[i].time;
+      d->times[d->count] = o->items[i].time;
+      d->all[d->count++] = o->items[i];
+    }
+    d->parts++;
+  }
+}
+
+/* The first of a rank's groups that holds the sequence, -1: none. */
+static int32_t group_for(const balance *o, int32_t rank, const item *one) {
+  int32_t begin = o->first_group[rank], end = o->first_group[rank + 1];
+  for (int32_t i = begin; i < end; i++)
+    if (o->rows[o->groups[i]] + one->rows <= o->p->capacity) return o->groups[i];
+  return -1;
+}
+
+/* 0: rows do not fit, or a group would be empty. */
+static int enter_all(balance *o, division *d) {
+  for (int32_t i = 0; i < o->first_group[o->p->limits->ranks]; i++)
+    o->rows[o->groups[i]] = o->members[o->groups[i]] = 0;
+  for (int32_t i = 0; i < d->count; i++) {
+    item *one = &d->all[i];
+    one->group = group_for(o, d->ranks[d->rank_of[i]], one);
+    if (one->group < 0) return 0;
+    o->rows[one->group] += one->rows;
+    o->members[one->group]++;
+  }
+  for (int32_t i = 0; i < o->first_group[o->p->limits->ranks]; i++)
+    if (o->members[o->groups[i]] == 0) return 0;
+  return 1;
+}
+
+/* Rank after rank, as load leaves them. */
+static void settle_all(balance *o, const division *d) {
+  int32_t count = 0;
+  for (int32_t i = 0; i < d->parts; i++) o->ends[d->ranks[i]] = d->busy[i];
+  for (int32_t r = 0; r < o->p->limits->ranks; r++) {
+    int32_t group = o->first_group[r], takes_part = group < o->first_group[r + 1];
+    o->first[r] = count;
+    for (int32_t i = 0; takes_part && i < d->count; i++) {
+      if (d->ranks[d->rank_of[i]] != r) continue;
+      o->ends[r] += d->all[i].time;
+      o->items[count++] = d->all[i];
+    }
+    if (takes_part) o->items[count++] = (item){0, 0, -1, o->groups[group]};
+    qsort(o->items + o->first[r], (size_t)(count - o->first[r]), sizeof *o->items, longest_first);
+  }
+  o->first[o->p->limits->ranks] = count;
+}
+
+/* 1: all sequences are divided anew, 0: they stay, -1: out of memory. */
+static int divide(balance *o) {
+  size_t n = (size_t)o->p->n, ranks = (size_t)o->p->limits->ranks;
+  division d = {.all = malloc(n * sizeof *d.all)};
+  d.times = malloc((n + ranks) * sizeof *d.times);
+  d.rank_of = malloc((n + ranks) * sizeof *d.rank_of);
+  int done = d.all != NULL && d.times != NULL && d.rank_of != NULL ? 1 : -1;
+  if (done > 0) {
+    d.busy = d.times + n;
+    d.ranks = d.rank_of + n;
+    list_parts(o, &d);
+    if ((int64_t)d.count * d.parts > DIVIDED) done = 0;
+  }
+  if (done > 0 && !hcp__difference(d.times, d.count, d.busy, d.parts, d.rank_of)) done = -1;
+  if (done > 0) done = enter_all(o, &d);
+  if (done > 0) settle_all(o, &d);
+  free(d.rank_of);
+  free(d.times);
+  free(d.all);
+  return done;
+}
+
 /* ---- to a draft ---- */
 
 /* The draft has the groups of the other one, with what they hold now. */
@@ -247,14 +349,18 @@ static int init(balance *o) {
   o->wide = calloc(3 * ranks, sizeof *o->wide);
   o->rows = calloc(groups + 1, sizeof *o->rows);
   o->members = calloc(groups + 1, sizeof *o->members);
+  o->first_group = calloc(ranks + groups + 2, sizeof *o->first_group);
   if (o->wide == NULL) return 0;
   o->tail = o->wide + ranks;
   o->next = o->tail + ranks;
+  if (o->first_group == NULL) return 0;
+  o->groups = o->first_group + ranks + 1;
   return o->items != NULL && o->first != NULL && o->ends != NULL && o->rows != NULL &&
          o->members != NULL;
 }
 
 static void release(balance *o) {
+  free(o->first_group);
   free(o->members);
   free(o->rows);
   free(o->wide);
@@ -269,27 +375,32 @@ static int may_balance(const balance *o) {
   return o->tail[full] > o->wide[full];
 }
 
-/* 1: something has moved, 0: nothing, -1: out of memory. */
-static int improve_all(balance *o, hcp__draft *to) {
-  int moved = 0;
+/* anew: the sequences are divided anew first. 1: something has moved, 0: nothing, -1: out of
+ * memory. */
+static int improve_all(balance *o, int32_t anew, hcp__draft *to) {
   if (!init(o)) return -1;
   find_ends(o);
   if (!may_balance(o)) return 0;
   if (!load(o)) return -1;
+  int moved = anew ? divide(o) : 0;
+  if (moved < anew) return moved;
   while (o->looks > 0 && improve(o)) moved = 1;
   if (moved) unload(o, to);
   return moved;
 }
 
-hcp_status hcp__balance(hcp__search *s, hcp_error *err) {
-  const hcp_limits *limits = s->p->limits;
-  int64_t looks = (int64_t)LOOKS * (s->p->n + limits->ranks);
+static hcp_status balance_once(hcp__search *s, int32_t anew, hcp_error *err) {
+  int64_t looks = (int64_t)LOOKS * (s->p->n + s->p->limits->ranks);
   balance o = {.p = s->p, .from = s->best, .looks = hcp__least(MOST, looks)};
-  if (limits->slowness != NULL || limits->pipeline.stages > 1 ||
-      s->makespan - s->p->bound <= s->p->bound >> NEAR)
-    return HCP_OK;
-  int moved = improve_all(&o, &s->draft);
+  if (s->makespan - s->p->bound <= s->p->bound >> NEAR) return HCP_OK;
+  int moved = improve_all(&o, anew, &s->draft);
   release(&o);
   if (moved < 0) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", s->p->n);
   return moved ? hcp__search_judge(s, err) : HCP_OK;
+}
+
+hcp_status hcp__balance(hcp__search *s, hcp_error *err) {
+  if (s->p->limits->slowness != NULL || s->p->limits->pipeline.stages > 1) return HCP_OK;
+  hcp_status status = balance_once(s, 0, err);
+  return status == HCP_OK ? balance_once(s, 1, err) : status;
 }

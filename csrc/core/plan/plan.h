@@ -8,7 +8,7 @@
  *   list.c, columns.c, skyline.c   attempts where ranks meet at the end of the step
  *   waves*.c    attempts in micro-batches of a height, for ranks in lockstep and others
  *   pipeline*.c split, order and time the micro-batches of a pipeline
- *   balance.c   balances the single ranks that end a plan
+ *   balance.c, differencing.c  balance the single ranks that end a plan
  *   step_polish.c, needs.c   improve plans whose ranks meet at the end of the step
  *   report.c    measures what a plan gives its ranks; replay.c runs it on a machine
  *
@@ -392,6 +392,11 @@ hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t n
 
 /* Balances the ranks that end the best plan with groups of their own (balance.c). */
 hcp_status hcp__balance(hcp__search *search, hcp_error *err);
+
+/* Divides n times among ranks that are busy already, so that all end most nearly together.
+ * 0: out of memory. */
+int hcp__difference(const int64_t *times, int32_t n, const int64_t *busy, int32_t ranks,
+                    int32_t *rank_of);
 
 /* Sequences that may stand in columns. */
 enum { HCP_COLUMNS_MAX = 256 };
