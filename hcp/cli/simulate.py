@@ -268,14 +268,17 @@ def draw_speeds(args: argparse.Namespace) -> list[float] | None:
 
 def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
     ranks, most = limits["ranks"], limits["max_tokens_per_rank"]
+    pow2 = limits["degrees"] == "pow2"
     even = even_degrees(ranks, limits["ranks_per_node"])
+    even = [d for d in even if not pow2 or d & (d - 1) == 0]
     degree = least_degree(longest, even, most, limits["alignment"])
     if degree is not None:
         return degree
+    widest = f", the widest power of two that divides {ranks}," if pow2 else ""
     raise ValueError(
-        f"rows of {longest} tokens on a rank of {ranks} ({rows_up_to(longest, ranks)}) >"
-        f" max_tokens_per_rank ({most}): raise it (--max-tokens-per-rank), use more ranks"
-        " (--ranks), or shorten the sequences (--max-length)"
+        f"rows of {longest} tokens on a rank of {even[-1]}{widest} "
+        f"({rows_up_to(longest, even[-1])}) > max_tokens_per_rank ({most}): raise it "
+        "(--max-tokens-per-rank), use more ranks (--ranks), or shorten the sequences (--max-length)"
     )
 
 

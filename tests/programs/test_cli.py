@@ -192,7 +192,7 @@ def test_plan_says_why_no_packed_static_cp_is_there_to_compare_with(
     assert main([*asked, "--degrees", "pow2"]) == 0
     out = capsys.readouterr().out
     assert "packed static CP has no plan within these limits: " in out
-    assert "no degree from min_degree (6) to max_degree (6) is allowed" in out
+    assert "4096 tokens on a rank of 2, the widest power of two that divides 6, (2048) > " in out
 
 
 def test_plan_says_how_much_of_the_distance_is_proven_slack(
@@ -343,6 +343,17 @@ def test_simulate_says_that_it_is_simulated(capsys: Capture) -> None:
     assert "nothing here was measured but the planning time" in out
     rows = [line for line in out.splitlines() if " x " in line]
     assert [line[:14].strip() for line in rows] == ["static CP", "packing only", "hcp"]
+
+
+@pytest.mark.parametrize(("degrees", "degree"), [("any", 3), ("pow2", 4)])
+def test_static_cp_has_a_degree_that_plans_may_have(
+    degrees: str, degree: int, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "lengths").write_text("3000 10")
+    argv = ["simulate", "--lengths", str(tmp_path / "lengths"), "--ranks", "12", "--sequences", "2"]
+    argv += ["--batches", "1", "--max-tokens-per-rank", "1024", "--degrees", degrees]
+    assert main(argv) == 0
+    assert f"static degree {degree}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
