@@ -344,7 +344,7 @@ static int32_t stack_all(columns *c) {
     for (int32_t todo = k->count, stacked; todo > 0; todo -= stacked) {
       int32_t least, left = left_of(c, k, &least);
       region *r = choose(c, k->degree, left, least);
-      stacked = r == NULL ? 0 : stack(c, k, r, cut(c, r, k->degree));
+      stacked = r == NULL || hcp__stopped(c->p) ? 0 : stack(c, k, r, cut(c, r, k->degree));
       if (stacked == 0) return 0;
     }
   }
@@ -403,6 +403,7 @@ static int32_t find(columns *c, uint32_t round) {
   make_classes(c);
   for (c->way = round * WAYS; c->way < (round + 1) * WAYS && tries < TRIES && *c->budget > 0;
        c->way++) {
+    if (hcp__stopped(c->p)) return 0;
     if (!pours(c)) continue;
     if (stack_all(c)) return 1;
     tries++;
@@ -436,5 +437,5 @@ hcp_status hcp__plan_columns(const hcp__problem *p, int64_t target, int32_t roun
   else
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
   columns_release(&c);
-  return status;
+  return status == HCP_OK ? hcp__go_on(p, err) : status;
 }
