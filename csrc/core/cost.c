@@ -102,7 +102,8 @@ static int fits(const hcp_cost *cost, hcp__size size, int64_t most) {
          !__builtin_add_overflow(attention, exchange, &attention) &&
          !__builtin_add_overflow(attention, heads, &attention) &&
          !__builtin_add_overflow(attention, steps, &attention) &&
-         !__builtin_add_overflow(attention, cost->launch, &attention) && attention < COST_MAX;
+         !__builtin_add_overflow(attention, cost->launch, &attention) && attention < COST_MAX &&
+         cost->host < COST_MAX;
 }
 
 hcp_status hcp__cost_fits(const hcp_cost *cost, hcp__size size, int32_t most, hcp_error *err) {

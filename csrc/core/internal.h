@@ -64,6 +64,12 @@ typedef struct hcp__links {
 
 hcp__links hcp__links_of(const hcp_cost *cost, int64_t degree, int32_t ranks_per_node);
 
+/* What a rank takes for a micro-batch with so much work, 0: for one without rows. */
+static inline int64_t hcp__launched(const hcp_cost *cost, int64_t work) {
+  int64_t time = cost->launch + work;
+  return time > cost->host ? time : cost->host;
+}
+
 hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err);
 
 /* Whether times of the sequence at degrees up to most, times these, fit. */

@@ -427,6 +427,7 @@ MEANINGS = {
     "all_to_all_far": "the same in a group that spans nodes",
     "step": "one more rank in a group",
     "launch": "a micro-batch, whatever it holds",
+    "host": "the least time of a micro-batch: that of one row",
 }
 
 
@@ -434,12 +435,14 @@ def conclude(
     args: argparse.Namespace,
     cells: Sequence[Cell],
     seconds: Sequence[float],
+    one_row: float,
     device: str,
     kernels: Mapping[str, str | None],
 ) -> None:
-    """Fit the prices, write them to the file and print a report, on rank 0. ``kernels``: the
-    families that computed attention, and their versions."""
-    from hcp.cli.fit import Point, fit
+    """Fit the prices, write them to the file and print a report, on rank 0. ``one_row``: seconds of
+    a micro-batch of one row. ``kernels``: the families that computed attention, and their
+    versions."""
+    from hcp.cli.fit import Point, fit, with_host
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
     points = [
@@ -448,7 +451,7 @@ def conclude(
     ]
     apart = held_out(len(points), args.seed)
     fitted = [point for i, point in enumerate(points) if i not in apart]
-    found = fit(fitted, args.cp_comm_type)
+    found = with_host(fit(fitted, args.cp_comm_type), one_row)
     errors = {
         "held-out": errors_in_words(found, [points[i] for i in sorted(apart)]),
         "fitted": errors_in_words(found, fitted),
@@ -516,10 +519,10 @@ def run_rank(args: argparse.Namespace) -> None:
                 conclude_memory(args, measured, device_name(device))
             return
         cells = grid(args.ranks, args.min_tokens_per_rank, args.max_tokens_per_rank)
-        seconds = measure(args, cells, device)
+        one_row, *seconds = measure(args, [Cell((1,), 1), *cells], device)
         if dist.get_rank() == 0:
             kernels = kernels_of(args.attention_backend, device)
-            conclude(args, cells, seconds, device_name(device), kernels)
+            conclude(args, cells, seconds, one_row, device_name(device), kernels)
     finally:
         gc.collect()
         dist.destroy_process_group()

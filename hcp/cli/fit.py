@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Fit:
         assert cost.unit is not None
         node = point.degree - 1 if point.far else 0
         times = (cost.time(length, point.degree, node) for length in point.lengths)
-        return (cost.launch + sum(times)) * cost.unit
+        return cost.launched(sum(times)) * cost.unit
 
     def errors(self, points: Sequence[Point]) -> list[float]:
         """Return |predicted / measured - 1| of each point, ascending."""
@@ -88,6 +88,12 @@ def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
     if exchanges == ("exchange",) and candidates[0].prices["pair"] > 0:
         candidates.append(_fit_overlapped(points, candidates[0]))
     return min(candidates, key=lambda f: sum(error**2 for error in f.errors(points)))
+
+
+def with_host(found: Fit, seconds: float) -> Fit:
+    """Return the fit with the time of a micro-batch of one row on one rank: the host's, since its
+    kernels are short. The other prices stay those of full micro-batches."""
+    return replace(found, prices=found.prices | {"host": seconds})
 
 
 def _share_of_rows(point: Point, prices: dict[str, float]) -> float:

@@ -3,8 +3,9 @@
 Everything but the planning time is SIMULATED by the cost model, not measured. The model leaves out
 the optimizer, gradient reduction, loading and other ranks' jitter: they cost nothing here.
 
-  static CP      one degree for all, the least divisor of the ranks that holds the longest sequence;
-                 sequences packed by next-fit in the order of arrival, as trainers do it
+  static CP      one degree for all, the least divisor of the ranks that holds the longest sequence,
+                 a power of two with --degrees pow2; sequences packed by next-fit in the order of
+                 arrival, as trainers do it
   packing only   the same degree; hcp packs and places
   hcp            hcp chooses degrees, too
 

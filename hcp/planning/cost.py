@@ -40,7 +40,7 @@ class CostModel:
 
     One sequence of L tokens on d ranks takes
     ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``. Every micro-batch on a
-    rank takes ``launch`` in addition.
+    rank takes ``launch`` in addition, and ``host`` at least.
 
     The defaults are for those who know no prices. A token through the linear layers costs as much
     as 12,288 pairs, which are those of a hidden size of 4096: the 24,576 s + s^2 by which RL
@@ -74,8 +74,14 @@ class CostModel:
     """Rows that each of a sequence's 2 d chunks is rounded up to; 0: none."""
     overlap: int = 0
     """1: the exchange overlaps with attention, as in a ring."""
+    host: int = 0
+    """The least time of one micro-batch on one rank, with rows or without: the time in which its
+    host queues it. Where a GPU computes for longer, that hides it. 0: never more than ``launch``,
+    as with these defaults, whose launch of 2,000 tokens is above the host's time of a decoder of 8B
+    (about 800)."""
     table: TimeTable | None = None
-    """Replaces every price but ``launch`` in a plan. The comm type "auto" still uses the prices."""
+    """Replaces every price but ``launch`` and ``host`` in a plan. The comm type "auto" still uses
+    the prices."""
     function: Callable[[int, int], float] | None = None
     """Gives times when the search for a plan needs them: :meth:`from_function`."""
     unit: float | None = None
@@ -125,6 +131,17 @@ class CostModel:
             return self._call(length, degree)
         own = -1 if pairs is None else pairs
         return _core.cost_time(self.prices, self.table, length, degree, ranks_per_node, own)
+
+    def launched(self, work: int) -> int:
+        """Give a rank's time for a micro-batch.
+
+        Args:
+            work: the times of its sequences, 0 without any.
+
+        Returns:
+            ``launch + work``, and ``host`` at least.
+        """
+        return max(self.host, self.launch + work)
 
     @classmethod
     def from_function(
@@ -210,7 +227,7 @@ class CostModel:
             tile: rows that a chunk is rounded up to; 0: none.
             overlap: 1: the exchange overlaps with attention.
             **seconds: of ``pair``, ``token``, ``exchange``, ``launch``, ``exchange_far``,
-                ``all_to_all``, ``all_to_all_far`` and ``step``.
+                ``all_to_all``, ``all_to_all_far``, ``step`` and ``host``.
 
         Returns:
             The model.
@@ -284,6 +301,7 @@ class CostModel:
         flops_per_byte: int = 1_600,
         flops_per_byte_far: int = 8_000,
         launch_flops: int = 100_000_000_000,
+        host_flops: int = 350_000_000_000,
     ) -> CostModel:
         """Make a model of prices in floating-point operations of one decoder layer's forward pass.
         SwiGLU is assumed (three matrices in the feed-forward layer).
@@ -302,6 +320,9 @@ class CostModel:
             launch_flops: operations that the machine could compute in the time that every
                 micro-batch costs a layer, whatever rows it holds (default: 0.25 ms, which were
                 fitted to layers of Megatron-Core on H200s).
+            host_flops: operations that the machine could compute in the time in which the host
+                queues a layer (default: 0.9 ms, a third of the 2.7 ms that a layer of Megatron-Core
+                needs forward and backward beside an H200; Transformers needs 4.1).
 
         Returns:
             The model.
@@ -330,6 +351,7 @@ class CostModel:
             exchange=sent * flops_per_byte,
             exchange_far=sent * flops_per_byte_far if flops_per_byte_far > flops_per_byte else 0,
             launch=launch_flops,
+            host=host_flops,
         )
 
     @classmethod
@@ -356,7 +378,7 @@ FORMAT = "hcp cost model, version 1"
 
 
 def _from_entries(data: dict[str, Any]) -> CostModel:
-    expect_names("prices", data["prices"], PRICES)
+    expect_names("prices", data["prices"], [n for n in PRICES if n != "host"], ("host",))
     unit, table = data["unit_seconds"], data["table"]
     if unit is not None and type(unit) not in (int, float):
         raise ValueError(f"unit_seconds is {unit!r}, expected a number > 0 or null")

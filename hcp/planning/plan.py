@@ -64,6 +64,8 @@ class Plan:
         self.kernels: tuple[str, ...] = ()
         """Those of the cost model that :func:`plan` was given; empty for a plan that came from
         data."""
+        self.unit: float | None = None
+        """The seconds of one unit of its times, if they are known. A plan's data keep them."""
 
     @property
     def ranks(self) -> int:
@@ -163,7 +165,7 @@ class Plan:
         """
         data = {name: entry for name, entry in self.to_dict().items() if name != "masks"}
         made = Plan.from_dict(data)._masked(masks)
-        made.kernels = self.kernels
+        made.kernels, made.unit = self.kernels, self.unit
         return made
 
     def _masked(self, masks: MasksLike | None) -> Plan:
@@ -171,6 +173,7 @@ class Plan:
             return self
         made = Plan(self.core, masks_of(masks, self.lengths))
         made.planning_seconds, made.kernels = self.planning_seconds, self.kernels
+        made.unit = self.unit
         return made
 
     @property
@@ -180,11 +183,11 @@ class Plan:
 
     @cached_property
     def cost(self) -> CostModel:
-        """The cost model of the plan, as integers."""
+        """The cost model of the plan, as integers, with the seconds of a unit if they are known."""
         table = self.core.table
         rows = TimeTable(*(tuple(view) for view in table)) if table else None
         prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
-        return CostModel(**prices, table=rows)
+        return CostModel(**prices, table=rows, unit=self.unit, kernels=self.kernels)
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -251,6 +254,8 @@ class Plan:
         cost: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
         if self.core.table is not None:
             cost["table"] = [list(view) for view in self.core.table]
+        if self.unit is not None:
+            cost["unit"] = self.unit
         return {
             **{name: getattr(self.core, name) for name in INTEGERS},
             "degrees": DEGREES[self.core.pow2],
@@ -319,7 +324,9 @@ class Plan:
             # The core counts groups through all micro-batches.
             said = re.sub(r"^groups\[(\d+)\](?! is )", lambda m: places[int(m[1])], str(error))
             raise ValueError(said) from None
-        return cls(core)._masked(masks_from(data.get("masks")))
+        made = cls(core)
+        made.unit = cost.unit
+        return made._masked(masks_from(data.get("masks")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_dict, (self.to_dict(),)
@@ -394,7 +401,7 @@ def expect_data(data: Any) -> None:
 
 
 def _cost_of(data: Any) -> CostModel:
-    expect_names("cost", data, (), (*_core.PRICES, "table"))
+    expect_names("cost", data, (), (*_core.PRICES, "table", "unit"))
     table = data.get("table")
     if table is None:
         return CostModel(**data)
@@ -517,7 +524,8 @@ def plan(
         request["pairs"] = pairs_of(named)
     made = Plan(_core.create_plan(**request, effort=effort))._masked(named)
     made.planning_seconds = time.perf_counter() - begun
-    made.kernels = () if cost is None else cost.kernels
+    if cost is not None:
+        made.kernels, made.unit = cost.kernels, cost.unit
     return made
 
 

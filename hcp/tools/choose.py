@@ -284,7 +284,7 @@ def _refusal(held: Iterable[tuple[int, int]], memory: int | MemoryModel | None) 
 
 
 def _time(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
-    return sum(cost.time(n, cp, node) for n in batch) + cost.launch
+    return cost.launched(sum(cost.time(n, cp, node) for n in batch))
 
 
 def _exchange(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:

@@ -33,7 +33,8 @@ def rates_of(
     """Return the rates of a machine for :meth:`hcp.CostModel.for_transformer`, equal on all ranks
     of a job whose devices are alike.
 
-    A CPU core computes less than a GPU in the time in which it sends a byte. GPUs of one host are
+    A CPU core computes less than a GPU in the time in which it sends a byte, and is its own host.
+    GPUs of one host are
     taken to exchange by NVLink. Where ranks are on several hosts, and a plan does not know which,
     all of them are taken to exchange by a network.
 
@@ -43,7 +44,12 @@ def rates_of(
         capability: of its GPUs, (major, minor); None, or one without rates of its own: Hopper's.
     """
     if device == "cpu":
-        return {"flops_per_byte": 200, "flops_per_byte_far": 0, "launch_flops": 20_000_000}
+        return {
+            "flops_per_byte": 200,
+            "flops_per_byte_far": 0,
+            "launch_flops": 20_000_000,
+            "host_flops": 0,
+        }
     rates = _GENERATIONS.get((capability or (9, 0))[0], {})
     near = ranks_per_node or _are_on_one_host()
     far = rates.get("flops_per_byte_far", 8_000)
@@ -51,12 +57,23 @@ def rates_of(
 
 
 _GENERATIONS = {
-    8: {"flops_per_byte": 800, "flops_per_byte_far": 4_000, "launch_flops": 50_000_000_000},
-    10: {"flops_per_byte": 1_600, "flops_per_byte_far": 20_000, "launch_flops": 250_000_000_000},
+    8: {
+        "flops_per_byte": 800,
+        "flops_per_byte_far": 4_000,
+        "launch_flops": 50_000_000_000,
+        "host_flops": 175_000_000_000,
+    },
+    10: {
+        "flops_per_byte": 1_600,
+        "flops_per_byte_far": 20_000,
+        "launch_flops": 250_000_000_000,
+        "host_flops": 875_000_000_000,
+    },
 }
 """Rates by the major compute capability, where they are not Hopper's. They are assumed from data
 sheets, not measured: 200 TFLOP/s with 250 GB/s by NVLink on Ampere, 1,000 with 625 on Blackwell, 50
-GB/s over a network, and 0.25 ms of the host's work for a layer on any of them."""
+GB/s over a network, and on any of them what the defaults say for a layer: 0.25 ms a micro-batch,
+0.9 ms of the host."""
 
 
 def _are_on_one_host() -> bool:

@@ -79,12 +79,14 @@ class Machine:
                     f"the cost model has a {name}, expected none: a replay needs prices"
                 )
         times = {
-            name: getattr(cost, name) * cost.unit for name in ("pair", "token", "launch", "step")
+            name: getattr(cost, name) * cost.unit
+            for name in ("pair", "token", "launch", "step", "host")
         }
         links = {"near": cost.exchange, "far": max(cost.exchange, cost.exchange_far)}
         times |= {name: price * cost.unit for name, price in links.items()}
         times["shared"] = cost.all_to_all * cost.unit
-        return cls(**times, overlap=cost.overlap, **more)
+        times["host_shared"] = times["host"]
+        return cls(**{**times, "overlap": cost.overlap, **more})
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -92,7 +94,8 @@ class Machine:
         return tuple(getattr(self, name) for name in _core.MACHINE_TIMES)
 
     def prices(self) -> CostModel:
-        """Return the machine as a cost model for :func:`hcp.plan`, which adds all times up."""
+        """Return the machine as a cost model for :func:`hcp.plan`, which adds all times up. The
+        hosts' are left out: here they queue ahead."""
         seconds: dict[str, Any] = {
             "pair": self.pair,
             "token": self.token,

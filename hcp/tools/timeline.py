@@ -31,10 +31,10 @@ def timeline(plan: Plan) -> list[Box]:
     """Return the time span of every group of a plan.
 
     A group starts when all of its ranks are free or, under ``sync="micro_batch"``, when all ranks
-    of the domain are free. Under ``sync="step"`` a rank takes ``launch`` for each micro-batch in
-    which it is in no group; there is no box for it. The last end is ``plan.makespan``, or such
-    launches follow. For a pipeline, this is the timeline of one stage that never waits for its
-    neighbours."""
+    of the domain are free. Under ``sync="step"`` a rank takes ``launch``, or ``host`` if that is
+    more, for each micro-batch in which it is in no group; there is no box for it. The last end is
+    ``plan.makespan``, or such times follow. For a pipeline, this is the timeline of one stage that
+    never waits for its neighbours."""
     free, idle = [0] * plan.ranks, _launches(plan)
     boxes = []
     for m, groups in enumerate(plan.micro_batches):
@@ -60,7 +60,7 @@ def _launches(plan: Plan) -> list[int]:
     if plan.sync == "micro_batch" or plan.core.pipeline_stages > 1:
         return [0] * plan.ranks
     slowness = plan.core.slowness or [FULL_SPEED] * plan.ranks
-    return [-(-plan.cost.launch * slow // FULL_SPEED) for slow in slowness]
+    return [-(-plan.cost.launched(0) * slow // FULL_SPEED) for slow in slowness]
 
 
 def idle_shares(plan: Plan, boxes: Iterable[Box]) -> list[float]:

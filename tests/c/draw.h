@@ -61,6 +61,7 @@ static inline draw_case draw_request(int32_t max_ranks) {
   c.cost.window = maybe_draw(1, 50);
   c.cost.tile = maybe_draw(1, 8);
   c.cost.overlap = draw(0, 1);
+  c.cost.host = maybe_draw(0, 4999);
   c.n = draw(0, DRAW_SEQUENCES);
   for (int32_t i = 0; i < c.n; i++)
     c.lengths[i] = draw(1, c.limits.max_degree * ((int32_t)c.limits.max_tokens_per_rank - 2));

@@ -103,7 +103,7 @@ static void few_long_sequences_end_near_the_bound(void) {
   const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
   hcp_plan *plan = NULL;
   CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
-  CHECK(plan->makespan <= plan->bound + plan->bound / 70);
+  CHECK(plan->makespan <= plan->bound + plan->bound / 60);
   hcp_plan_destroy(plan);
 }
 

@@ -53,8 +53,8 @@ static void take_pipeline(bytes *b, hcp_limits *limits) {
   pipeline->stages = (int32_t)take(b, 0, 8);
   pipeline->virtual_stages = (int32_t)maybe(b, 3);
   pipeline->micro_batch_group = take(b, 0, 3) || pipeline->virtual_stages < 2
-                        ? 0
-                        : pipeline->stages + (int32_t)take(b, -1, 3);
+                                    ? 0
+                                    : pipeline->stages + (int32_t)take(b, -1, 3);
 }
 
 static void take_memory(bytes *b, hcp_limits *limits) {
@@ -124,6 +124,7 @@ static hcp_cost take_cost(bytes *b) {
   cost.window = maybe(b, 5000);
   cost.tile = maybe(b, 200);
   cost.overlap = take(b, 0, 1);
+  cost.host = maybe(b, 1 << take(b, 0, 30));
   return cost;
 }
 

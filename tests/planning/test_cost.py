@@ -116,12 +116,15 @@ def test_gpus_exchange_by_nvlink_on_one_host_or_in_known_nodes(
     network = for_transformer(flops_per_byte=8_000)
     assert cost == (for_transformer() if near else network)
     assert for_transformer().exchange < network.exchange
-    assert for_transformer(**rates_of("cpu", ranks_per_node)).exchange_far == 0
+    on_cpu = for_transformer(**rates_of("cpu", ranks_per_node))
+    assert (on_cpu.exchange_far, on_cpu.host) == (0, 0)
     assert cost == for_transformer(**rates_of("cuda", ranks_per_node, (9, 0)))
     ampere, blackwell = (
         for_transformer(**rates_of("cuda", ranks_per_node, (major, 0))) for major in (8, 10)
     )
     assert ampere.launch < cost.launch < blackwell.launch
+    assert ampere.host < cost.host < blackwell.host
+    assert cost.host > cost.launch
     assert ampere.exchange < cost.exchange < blackwell.exchange or near
 
 
@@ -234,6 +237,17 @@ def test_a_file_without_any_price_of_work_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"prices\.pair and prices\.token are 0"):
         hcp.CostModel.load(path)
+
+
+def test_a_file_from_before_there_was_a_price_of_the_host_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    cost = hcp.CostModel.from_seconds(token=2.5e-5, launch=1.0, host=2.0)
+    cost.save(path, {})
+    assert hcp.CostModel.load(path) == cost
+    data = json.loads(path.read_text())
+    del data["prices"]["host"]
+    path.write_text(json.dumps(data))
+    assert hcp.CostModel.load(path) == replace(cost, host=0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", "[]"])

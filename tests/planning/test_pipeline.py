@@ -128,6 +128,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             token=draw(st.integers(0, 99)),
             exchange=draw(st.integers(0, 99)),
             launch=draw(st.integers(0, 3000)),
+            host=draw(st.sampled_from([0, 0, 500, 9000])),
         ),
     }
     if draw(st.booleans()):
@@ -150,13 +151,15 @@ def slow_makespan(plan: hcp.Plan) -> int:
             time = plan.cost.launch + sum(
                 plan.cost.time(plan.lengths[s], degree) for s in sequences
             )
+            time = max(plan.cost.host, time)
             time = -(-time * max(slowness[first : first + degree]) // 65536)
             timed.append((first, degree, time))
         if plan.sync == "micro_batch":
             timed = [(0, plan.ranks, max((t for _, _, t in timed), default=0))]
         elif plan.core.pipeline_stages < 2:  # ranks without rows run their model, too
             busy = {r for first, degree, _ in timed for r in range(first, first + degree)}
-            launches = [-(-plan.cost.launch * slow // 65536) for slow in slowness]
+            idle = max(plan.cost.host, plan.cost.launch)
+            launches = [-(-idle * slow // 65536) for slow in slowness]
             timed += [(r, 1, launches[r]) for r in range(plan.ranks) if r not in busy]
         batches.append(timed)
     stages, chunks = max(1, plan.core.pipeline_stages), max(1, plan.core.virtual_stages)

@@ -62,14 +62,16 @@ def makespan(plan: hcp.Plan) -> int:
     free = [0] * plan.ranks
     for groups in plan.micro_batches:
         for first, degree, sequences in groups:
-            end = max(free[first : first + degree]) + cost["launch"]
+            time = cost["launch"]
             for s in sequences:
                 tokens = plan.lengths[s]
                 work = cost["pair"] * tokens * (tokens + 1) // 2 + cost["token"] * tokens
-                end += -(-work // degree) + cost["exchange"] * (tokens - tokens // degree)
+                time += -(-work // degree) + cost["exchange"] * (tokens - tokens // degree)
+            end = max(free[first : first + degree]) + max(cost["host"], time)
             free[first : first + degree] = [end] * degree
         inside = {r for first, degree, _ in groups for r in range(first, first + degree)}
-        free = [end + (r not in inside) * cost["launch"] for r, end in enumerate(free)]
+        idle = max(cost["host"], cost["launch"])
+        free = [end + (r not in inside) * idle for r, end in enumerate(free)]
     return max(free)
 
 
@@ -505,3 +507,19 @@ def test_no_objects_of_groups_are_made_for_numbers_of_a_plan() -> None:
     repr(plan)
     stats_of(plan, 0, None, 0)
     assert "micro_batches" not in vars(plan)
+
+
+def test_a_plan_keeps_the_seconds_of_a_unit() -> None:
+    cost = hcp.CostModel.from_seconds(token=2.5e-5, launch=1e-3, host=2e-3)
+    plan = hcp.plan([9, 70], ranks=2, max_tokens_per_rank=64, cost=cost)
+    assert plan.cost == cost
+    assert plan.makespan * plan.cost.unit == pytest.approx(2e-3, rel=1e-3)
+    data = json.loads(json.dumps(plan.to_dict()))
+    for copy in (hcp.Plan.from_dict(data), pickle.loads(pickle.dumps(plan))):
+        assert (copy.cost, copy.checksum) == (cost, plan.checksum)
+    assert plan.with_masks([None] * 2).cost == cost
+    assert hcp.plan([9], ranks=1, max_tokens_per_rank=64).cost.unit is None
+    data = plan.to_dict()
+    data["cost"]["unit"] = 0
+    with pytest.raises(ValueError, match=r"cost\.unit is 0, expected seconds > 0"):
+        hcp.Plan.from_dict(data)

@@ -215,11 +215,12 @@ def slow_makespan(plan: hcp.Plan) -> int:
             free = [max(free)] * plan.ranks
         for first, degree, sequences in groups:
             times = [slow_time(cost, plan.lengths[s], degree, node) for s in sequences]
-            end = max(free[first : first + degree]) + cost.launch + sum(times)
+            end = max(free[first : first + degree]) + max(cost.host, cost.launch + sum(times))
             free[first : first + degree] = [end] * degree
         if plan.sync == "step":
             busy = {r for first, degree, _ in groups for r in range(first, first + degree)}
-            free = [end + (r not in busy) * cost.launch for r, end in enumerate(free)]
+            idle = max(cost.host, cost.launch)
+            free = [end + (r not in busy) * idle for r, end in enumerate(free)]
     return max(free)
 
 

@@ -19,6 +19,7 @@ from hcp.planning.cost import TimeTable
 from hcp.planning.limits import allowed_degrees, rows_held, rows_up_to
 from hcp.planning.plan import Group
 from hcp.tools.replay import Machine, replay
+from hcp.tools.timeline import timeline
 
 SEEDS = st.integers(0, 2**32)
 HEADS = [(1, 1), (8, 2), (6, 3), (5, 5), (32, 8), (24, 2), (3, 1)]
@@ -229,3 +230,67 @@ def test_a_rank_alone_has_no_comm_type() -> None:
     plan = hcp.plan([64], ranks=2, max_tokens_per_rank=64, max_degree=1)
     with pytest.raises(ValueError, match=r"is in a group of [01] ranks, expected >= 2"):
         _core.comm_times(plan.core, 0, 0, -1, 0, 8, 2, True, False, STAGE_TOKENS)
+
+
+# ---- the host ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("work", "takes"), [(1, 100), (89, 100), (90, 100), (91, 101), (500, 510)])
+def test_a_micro_batch_takes_the_larger_of_the_hosts_time_and_its_own(
+    work: int, takes: int
+) -> None:
+    cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=10, host=100)
+    assert cost.launched(work) == takes
+    for sync in ("step", "micro_batch"):
+        plan = hcp.plan([work], ranks=1, max_tokens_per_rank=1000, cost=cost, sync=sync)
+        assert plan.makespan == plan.bound == takes
+        assert plan.group_time(plan.micro_batches[0][0]) == takes
+        assert max(box.end for box in timeline(plan)) == takes
+        assert plan.cost.host == 100
+        assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
+
+
+def test_a_host_below_launch_changes_no_plan_but_its_checksum() -> None:
+    lengths = [1 + 37 * i % 900 for i in range(60)]
+    request: dict[str, Any] = {"ranks": 8, "max_tokens_per_rank": 1024}
+    without = hcp.plan(lengths, **request, cost=hcp.CostModel())
+    below = hcp.plan(lengths, **request, cost=hcp.CostModel(host=hcp.CostModel().launch))
+    assert below.micro_batches == without.micro_batches
+    assert (below.makespan, below.bound) == (without.makespan, without.bound)
+    assert below.checksum != without.checksum
+
+
+def test_ranks_without_rows_take_their_hosts_time_each_micro_batch() -> None:
+    cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=10, host=100)
+    data = {
+        "lengths": [500, 7, 7],
+        "ranks": 2,
+        "max_tokens_per_rank": 1000,
+        "cost": dict(zip(_core.PRICES, cost.prices, strict=True)),
+        "micro_batches": [
+            {"groups": [{"first_rank": 0, "degree": 1, "sequences": [0]}]},
+            {"groups": [{"first_rank": 1, "degree": 1, "sequences": [1]}]},
+            {"groups": [{"first_rank": 1, "degree": 1, "sequences": [2]}]},
+        ],
+    }
+    plan = hcp.Plan.from_dict(data)
+    assert plan.makespan == 510 + 100 + 100
+
+
+def test_a_bound_counts_the_hosts_time_of_as_many_micro_batches_as_hold_all_rows() -> None:
+    cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=0, host=100)
+    for sync in ("step", "micro_batch"):
+        plan = hcp.plan([10] * 8, ranks=2, max_tokens_per_rank=10, cost=cost, sync=sync)
+        assert plan.bound == plan.makespan == 4 * 100
+
+
+def test_a_host_that_needs_long_means_few_micro_batches() -> None:
+    random = Random(0)
+    lengths = [30_000] * 3 + [random.randint(100, 900) for _ in range(300)]
+    request: dict[str, Any] = {"ranks": 8, "max_tokens_per_rank": 16_384}
+    cost = replace(hcp.CostModel(launch=10**6), host=10**9)
+    plan = hcp.plan(lengths, **request, cost=cost)
+    without = hcp.plan(lengths, **request, cost=replace(cost, host=0)).to_dict()
+    again = hcp.Plan.from_dict({**without, "cost": plan.to_dict()["cost"]})
+    assert plan.micro_batch_count < again.micro_batch_count
+    assert plan.makespan < again.makespan

@@ -191,7 +191,9 @@ def test_measured_times_become_a_file_that_plans(
     cells = cells_of(3, 16, 256)
     truth = Fit(PRICES, 0)
     seconds = [truth.predict(Point(c.lengths, c.degree, False, 1.0)) for c in cells]
-    conclude(args, cells, seconds, "a device", {"flash_attn_4": "4.0", "torch": "2.13"})
+    conclude(
+        args, cells, seconds, min(seconds) / 2, "a device", {"flash_attn_4": "4.0", "torch": "2.13"}
+    )
     assert "held-out points: median" in capsys.readouterr().out
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
@@ -214,6 +216,8 @@ def test_measured_times_become_a_file_that_plans(
         for c, took in zip(cells, seconds, strict=True)
     ]
     cost = hcp.CostModel.load(out)
+    assert cost.unit is not None
+    assert cost.host * cost.unit == pytest.approx(min(seconds) / 2, rel=1e-3)
     assert cost.kernels == ("flash_attn_4", "torch")
     plan = hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost)
     check_plan(plan)
@@ -228,7 +232,7 @@ def conclude_from(truth: Fit, noise: float, tmp_path: Path, *argv: str) -> Path:
         truth.predict(Point(c.lengths, c.degree, False, 1.0)) * draw.uniform(1, 1 + noise)
         for c in cells
     ]
-    conclude(args, cells, seconds, "a device", {"torch": "2.13"})
+    conclude(args, cells, seconds, 0.0, "a device", {"torch": "2.13"})
     return out
 
 

@@ -39,6 +39,7 @@ def costs() -> st.SearchStrategy[hcp.CostModel]:
         token=price,
         exchange=maybe,
         launch=st.one_of(st.just(0), st.integers(0, 20_000)),
+        host=st.one_of(st.just(0), st.integers(0, 50_000)),
         exchange_far=maybe,
         all_to_all=maybe,
         all_to_all_far=maybe,
@@ -99,12 +100,12 @@ def optimum(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel, 
                 free = [max(free)] * ranks
             outside = set(range(ranks))
             for (_, first, degree), members in batch:
-                end = max(free[first : first + degree]) + cost.launch
-                end += sum(times[lengths[s], degree] for s in members)
+                time = cost.launch + sum(times[lengths[s], degree] for s in members)
+                end = max(free[first : first + degree]) + max(cost.host, time)
                 free[first : first + degree] = [end] * degree
                 outside -= set(range(first, first + degree))
             for rank in outside if sync == "step" else ():
-                free[rank] += cost.launch
+                free[rank] += max(cost.host, cost.launch)
         best = max(free) if best is None else min(best, max(free))
     assert best is not None
     return best

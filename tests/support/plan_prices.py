@@ -79,7 +79,8 @@ def group_times(plan: Plan, group: Group) -> tuple[int, ...]:
         plan.cost.time(plan.lengths[s], group.degree, node, pairs[s] if pairs else None)
         for s in group.sequences
     ]
-    ends = tuple(itertools.accumulate(times, initial=plan.cost.launch))[1:]
+    ends = [*itertools.accumulate(times, initial=plan.cost.launch)][1:]
+    ends[-1] = max(ends[-1], plan.cost.host)
     slowness = list(plan.core.slowness or [1 << 16] * plan.ranks)
     slowest = max(slowness[group.first_rank : group.first_rank + group.degree])
     return tuple(-(-end * slowest // (1 << 16)) for end in ends)
@@ -143,8 +144,8 @@ def measured(
 
 
 def idle_launch(plan: Plan, rank: int) -> int:
-    slowness = plan.core.slowness
-    return -(-plan.cost.launch * slowness[rank] // 65_536) if slowness else plan.cost.launch
+    slowness, time = plan.core.slowness, max(plan.cost.host, plan.cost.launch)
+    return -(-time * slowness[rank] // 65_536) if slowness else time
 
 
 def replayed(plan: Plan, machine: Machine) -> Replay:

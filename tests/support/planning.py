@@ -26,7 +26,17 @@ FULL_SPEED = 65_536
 """Slowness of the fastest rank."""
 COST_BITS = 62
 ROWS_MAX, LENGTH_MAX = 2**31 - 1, 2**40
-PRICES = ["pair", "token", "exchange", "launch", "exchange_far", "all_to_all", "step", "tile"]
+PRICES = [
+    "pair",
+    "token",
+    "exchange",
+    "launch",
+    "exchange_far",
+    "all_to_all",
+    "step",
+    "tile",
+    "host",
+]
 
 Request = dict[str, Any]
 
@@ -116,6 +126,7 @@ def _cost(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
         window=maybe(5000),
         tile=maybe(200),
         overlap=r.randint(0, 1),
+        host=maybe(2 ** r.randint(0, 32)) * (large if r.random() < 0.1 else 1),
     )
 
 
@@ -155,6 +166,7 @@ def _table(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
         token=0,
         exchange=0,
         launch=r.randint(0, most),
+        host=r.choice([0, r.randint(0, 2 * most)]),
         table=TimeTable(rows, degrees, times),
     )
 
@@ -389,12 +401,13 @@ def may_overflow(request: Request) -> bool:
         1, request.get("virtual_stages") or 1
     )
     if cost.table is not None:
-        total = (cost.launch + max(cost.table.times, default=0)) * (1 + len(request["lengths"]))
+        one = cost.launch + cost.host + max(cost.table.times, default=0)
+        total = one * (1 + len(request["lengths"]))
         return total * request["ranks"] * stages * 2**12 >= 2**COST_BITS
     most, total = request["ranks"], cost.pair * sum(request.get("pairs") or [])
     for length in request["lengths"]:
         rows = length + 2 * most * cost.tile
-        total += cost.launch + cost.pair * rows * (rows + 1) // 2 + cost.token * rows
+        total += cost.launch + cost.host + cost.pair * rows * (rows + 1) // 2 + cost.token * rows
         total += length * most * max(cost.exchange, cost.exchange_far)
         total += length * max(cost.all_to_all, cost.all_to_all_far) + most**2 * cost.step
     return total * stages * most * 2**12 >= 2**COST_BITS
@@ -510,16 +523,17 @@ def makespan(request: Request, plan: hcp.Plan) -> int:
 
 def _idle(request: Request) -> list[int]:
     """Return what each rank takes for a micro-batch in which it has no rows."""
-    launch = request["cost"].launch if request["sync"] == "step" else 0
-    return [-(-launch * slow // FULL_SPEED) for slow in slowness_of(request)]
+    cost: hcp.CostModel = request["cost"]
+    time = max(cost.host, cost.launch) if request["sync"] == "step" else 0
+    return [-(-time * slow // FULL_SPEED) for slow in slowness_of(request)]
 
 
 def _timed(request: Request, groups: tuple[Group, ...]) -> list[Timed]:
-    slowness = slowness_of(request)
+    cost, slowness = request["cost"], slowness_of(request)
     timed = []
     for first, degree, sequences in groups:
-        time = request["cost"].launch
-        time += sum(time_of(request, s, degree) for s in sequences)
+        time = cost.launch + sum(time_of(request, s, degree) for s in sequences)
+        time = max(cost.host, time)
         slowest = max(slowness[first : first + degree])
         timed.append(Timed(first, degree, -(-time * slowest // FULL_SPEED)))
     if request["sync"] == "step":

@@ -188,18 +188,20 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 int64_t hcp__time_of(const hcp_limits *limits, const hcp_cost *cost, const int64_t *lengths,
                      const hcp_group *group, const int32_t *sequences, int64_t *ends) {
   int32_t slowness = hcp__slowness(limits, group->first_rank, group->degree);
-  int64_t time = cost->launch;
+  int64_t work = 0, most = INT64_MAX / 2 - cost->launch, time;
   for (int32_t s = 0; s < group->sequences; s++) {
     hcp__size size = hcp__size_of(cost, lengths, sequences[s]);
-    time = hcp__least(INT64_MAX / 2,
-                      time + hcp__cost(cost, size, group->degree, limits->ranks_per_node));
-    if (ends != NULL) ends[s] = hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
+    work = hcp__least(most, work + hcp__cost(cost, size, group->degree, limits->ranks_per_node));
+    time = hcp__slowed(cost->launch + work, slowness);
+    if (ends != NULL) ends[s] = hcp__least(INT64_MAX / 2, time);
   }
-  return hcp__least(INT64_MAX / 2, hcp__slowed(time, slowness));
+  time = hcp__least(INT64_MAX / 2, hcp__slowed(hcp__launched(cost, work), slowness));
+  if (ends != NULL && group->sequences > 0) ends[group->sequences - 1] = time;
+  return time;
 }
 
 int64_t hcp__launches(const hcp_limits *limits, const hcp_cost *cost, int32_t rank, int32_t count) {
-  int64_t one = hcp__slowed(cost->launch, hcp__slowness(limits, rank, 1));
+  int64_t one = hcp__slowed(hcp__launched(cost, 0), hcp__slowness(limits, rank, 1));
   return hcp__least(INT64_MAX / 2, hcp__scaled(one, count, 1));
 }
 

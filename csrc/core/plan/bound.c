@@ -106,6 +106,13 @@ static int64_t simple_bound(const hcp__problem *p) {
   return bound;
 }
 
+/* Where all ranks run as many micro-batches as hold all rows, each takes its host's time for
+ * every one. */
+static int64_t host_bound(const hcp__problem *p) {
+  int all = p->limits->sync == HCP_SYNC_MICRO_BATCH || p->limits->pipeline.stages < 2;
+  return hcp__scaled(hcp__launched(p->cost, 0), all ? hcp__least_count(p) : 1, 1);
+}
+
 /* ---- whole launches ---- */
 
 /* Least work per token of any sequence, rounded down. */
@@ -189,9 +196,9 @@ hcp_status hcp__stage_bound(hcp__problem *p, hcp_error *err) {
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all launches exceeds 63 bits");
   offer *offers = malloc(((size_t)p->kind_count + 1) * sizeof *offers);
   if (offers == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
-  p->bound = least_guess(p, offers);
+  p->bound = hcp__most(least_guess(p, offers), host_bound(p));
   free(offers);
-  if (p->bound == LAST_GUESS)
+  if (p->bound >= LAST_GUESS)
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
   raise_for_launches(p);
   return p->limits->sync == HCP_SYNC_MICRO_BATCH ? hcp__lockstep_bound(p, err) : HCP_OK;

@@ -94,7 +94,7 @@ static int64_t full_height(const search *s, const shape *x) {
 
 static hcp_status predict(search *s, shape *x, hcp_error *err) {
   scale(s, x, full_height(s, x));
-  for (int32_t m = 0; m < x->count; m++) s->heights[m] += s->p->cost->launch;
+  for (int32_t m = 0; m < x->count; m++) s->heights[m] = hcp__launched(s->p->cost, s->heights[m]);
   return hcp_pipeline_time(&s->p->limits->pipeline, s->heights, x->count, &x->predicted, err);
 }
 

@@ -56,7 +56,7 @@ typedef struct bare {
 static void strip(bare *b, const hcp__problem *p) {
   b->p = *p;
   b->cost = *p->cost;
-  b->cost.launch = 0;
+  b->cost.launch = b->cost.host = 0;
   b->p.cost = &b->cost;
 }
 

@@ -103,15 +103,16 @@ static void put_in(state *x, int32_t place, int32_t g) {
 static int measure(polish *o, state *x, int32_t g) {
   group *one = &x->groups[g];
   int64_t rows = 0;
-  one->time = o->p->cost->launch;
+  int64_t work = 0;
   for (int32_t s = one->first; s >= 0; s = x->next[s]) {
     hcp__need need = hcp__need_of(&o->needs, s, one->degree);
     o->looks--;
-    one->time += need.time;
+    work += need.time;
     rows += need.rows;
-    if (one->time >= o->needs.never || rows > o->p->capacity) return 0;
+    if (o->p->cost->launch + work >= o->needs.never || rows > o->p->capacity) return 0;
   }
-  return 1;
+  one->time = hcp__launched(o->p->cost, work);
+  return one->time < o->needs.never;
 }
 
 /* Where a group would begin. */
@@ -129,7 +130,9 @@ static spot spot_at(const polish *o, int32_t first, int32_t degree) {
   return found;
 }
 
-static int64_t launches(const polish *o, int32_t count) { return count * o->p->cost->launch; }
+static int64_t launches(const polish *o, int32_t count) {
+  return count * hcp__launched(o->p->cost, 0);
+}
 
 /* The last of these ranks on which a group would begin at that time or later, -1: none. */
 static int32_t last_late(const polish *o, int32_t first, int32_t degree, int64_t time) {
@@ -160,7 +163,7 @@ static int32_t soonest(polish *o, int32_t degree) {
 static int64_t run(polish *o, const group *one, int32_t *batches) {
   spot at = spot_at(o, one->first_rank, one->degree);
   int32_t slowness = hcp__slowness(o->p->limits, one->first_rank, one->degree);
-  int64_t end = at.start + hcp__slowed(one->time, slowness) - o->p->cost->launch;
+  int64_t end = at.start + hcp__slowed(one->time, slowness) - launches(o, 1);
   for (int32_t r = one->first_rank; r < one->first_rank + one->degree; r++) {
     o->free_from[r] = end;
     o->batches[r] = at.batch + 1;

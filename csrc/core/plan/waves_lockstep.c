@@ -55,7 +55,7 @@ static void sum_up(const lockstep *l, heights *h) {
   h->sum = 0;
   for (int32_t w = 0; w < h->count; w++) {
     if (h->at[w] <= 0) continue;
-    h->sum = hcp__sum(h->sum, h->at[w] + l->s->p->cost->launch);
+    h->sum = hcp__sum(h->sum, hcp__launched(l->s->p->cost, h->at[w]));
     h->box[kept] = h->box[w];
     h->at[kept++] = h->at[w];
   }
@@ -68,7 +68,7 @@ static int beats_bound(const lockstep *l, const heights *h) {
   if (limits->pipeline.stages > 1 || limits->slowness != NULL) return 0;
   int64_t sum = 0, bound = l->s->p->bound;
   for (int32_t w = 0; w < h->count && sum < bound; w++)
-    sum = hcp__sum(sum, h->at[w] + l->s->p->cost->launch);
+    sum = hcp__sum(sum, hcp__launched(l->s->p->cost, h->at[w]));
   return sum < bound;
 }
 

@@ -172,7 +172,7 @@ static int divide(polish *o, int32_t w) {
       continue;
     revert(o, logged);
     o->wave[w].area = area;
-    o->wave[w].height = height + o->p->cost->launch;
+    o->wave[w].height = hcp__launched(o->p->cost, height);
     return height < o->never;
   }
   o->wave[w].height = 0;

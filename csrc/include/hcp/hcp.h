@@ -113,7 +113,8 @@ typedef struct hcp_cost {
   int64_t window;         /* keys that a query sees at most; 0: all before it */
   int64_t tile;           /* rows that a chunk is rounded up to; 0: none */
   int64_t overlap;        /* 1: exchange hides behind attention, as in a ring */
-  const hcp_times *times; /* NULL, or a cost table, which replaces all but launch */
+  int64_t host;           /* the least time of one micro-batch on one rank: its host queues it */
+  const hcp_times *times; /* NULL, or a cost table, which replaces all but launch and host */
   /* NULL, or the pairs of each sequence, >= 0, in place of those of the window. There is no cost
    * table then, and only calls that take sequences read it. */
   const int64_t *pairs;
@@ -131,7 +132,8 @@ typedef struct hcp_cost {
   X(step)             \
   X(window)           \
   X(tile)             \
-  X(overlap)
+  X(overlap)          \
+  X(host)
 
 /* These prices are the only model of time: a plan, the time of a group (hcp_group_times) and the
  * comm type of a group (hcp_comm_times) are computed from them, and hcp_plan_replay from those of
@@ -149,6 +151,9 @@ typedef struct hcp_cost {
  *
  * pairs, where it is not negative, are the sequence's own, in place of the window's. What has no
  * price takes 1.
+ *
+ * A rank's micro-batch takes the larger of host and of launch + the times of its sequences: the GPU
+ * computes what the host has queued. Without sequences it takes the larger of host and launch.
  *
  * HCP_OVERFLOW when that does not fit in 62 bits. length >= 1, degree >= 1. */
 hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int64_t pairs, int32_t degree,
