@@ -95,6 +95,14 @@ static hcp_status refuse_sequences(const builder *b, hcp_error *err) {
                    wanted, b->queries->limits.ranks, there, b->keys->limits.ranks);
 }
 
+/* Texts that begin in a sequence, on none that it continues. */
+static int64_t roots_of(const hcp_plan *plan, int32_t sequence) {
+  int64_t roots = 0;
+  for (int64_t i = 0; i < hcp__stretch_count(plan, sequence); i++)
+    roots += hcp__stretch_parent(plan, sequence, i) < 0;
+  return roots;
+}
+
 static hcp_status check_sequences(const builder *b, hcp_error *err) {
   int32_t count = sequence_count(b->queries, b->query_batch);
   const int32_t *sequences = all_sequences(b->queries, b->query_batch);
@@ -102,8 +110,13 @@ static hcp_status check_sequences(const builder *b, hcp_error *err) {
     if (sequences[i] >= b->keys->n || b->spots[sequences[i]].group == NULL)
       return refuse_sequences(b, err);
   for (int32_t i = 0; i < count; i++) {
-    int64_t wanted = hcp__document_count(b->queries, sequences[i]);
+    int64_t wanted = roots_of(b->queries, sequences[i]); /* without branches, documents */
     int64_t there = hcp__document_count(b->keys, sequences[i]);
+    if (wanted != hcp__document_count(b->queries, sequences[i]))
+      return hcp__fail(err, HCP_INVALID,
+                       "sequence %d of the queries' plan has branches and %lld texts that continue "
+                       "no other, expected one: plan each tree as a sequence of its own",
+                       sequences[i], (long long)wanted);
     if (wanted != there)
       return hcp__fail(err, HCP_INVALID,
                        "sequence %d has %lld documents in the queries' plan and %lld in the "
@@ -362,20 +375,28 @@ static hcp_status find_keys(builder *b, hcp_error *err) {
   return HCP_OK;
 }
 
+/* What is aligned at its end has one. A tree has one end for each leaf: its queries see all keys.
+ */
+static hcp_status check_branches(const hcp_plan *queries, const hcp_plan *keys, int32_t full,
+                                 hcp_error *err) {
+  hcp_status status = hcp_plan_expect_no_branches(keys, "hcp_cross_create", err);
+  if (status != HCP_OK) return status;
+  return full ? hcp_plan_expect_trees(queries, "hcp_cross_create", err)
+              : hcp_plan_expect_no_branches(queries, "hcp_cross_create", err);
+}
+
 static hcp_status check_sides(const hcp_cross_side *queries, const hcp_cross_side *keys,
-                              int32_t rank, hcp_error *err) {
+                              int32_t rank, int32_t full, hcp_error *err) {
   hcp_status status = hcp__check_place(queries->plan, queries->micro_batch, rank, err);
   if (status == HCP_OK)
     status = hcp__check_place(keys->plan, keys->micro_batch, 0, err); /* ranks: see below */
-  if (status == HCP_OK)
-    status = hcp_plan_expect_no_branches(queries->plan, "hcp_cross_create", err);
-  if (status == HCP_OK) status = hcp_plan_expect_no_branches(keys->plan, "hcp_cross_create", err);
+  if (status == HCP_OK) status = check_branches(queries->plan, keys->plan, full, err);
   return status;
 }
 
 hcp_status hcp_cross_create(const hcp_cross_side *queries, const hcp_cross_side *keys, int32_t rank,
                             int64_t left, int64_t right, hcp_table **cross, hcp_error *err) {
-  hcp_status status = check_sides(queries, keys, rank, err);
+  hcp_status status = check_sides(queries, keys, rank, left < 0 && right < 0, err);
   if (status != HCP_OK) return status;
   builder b = {
       .queries = queries->plan,

@@ -40,6 +40,7 @@ from hcp.exchange.layout import Layout, buffer_of, tensor_of
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Origin, PathTable, places
 from hcp.exchange.transport import Transport, flat_rows
+from hcp.planning.plan import Plan
 
 
 class KeyRoute(PathTable):
@@ -160,6 +161,13 @@ class CrossOptions(NamedTuple):
     softcap: float
 
 
+def _expect_branches(queries: Plan, keys: Plan, window: tuple[int, int]) -> None:
+    """Raise ValueError for trees of keys, and for those of queries that see some of the keys."""
+    keys.core.expect_no_branches("cp.cross_attention")
+    core = queries.core
+    (core.expect_trees if window == (-1, -1) else core.expect_no_branches)("cp.cross_attention")
+
+
 class CrossAttention:
     """Makes the calls of cross-attention of a handler. Each route is made once, for all layers."""
 
@@ -182,9 +190,9 @@ class CrossAttention:
             check_options(asked.softcap, 0.0)
             if query.shape[0] != self._layout.rows:
                 raise ValueError(f"query has {query.shape[0]} rows, expected {self._layout.rows}")
-            for plan in (self._layout.plan, keys[0].plan):
-                plan.core.expect_no_branches("cp.cross_attention")
-            route = self._route(keys[0], window_of(asked.window_size, asked.causal))
+            window = window_of(asked.window_size, asked.causal)
+            _expect_branches(self._layout.plan, keys[0].plan, window)
+            route = self._route(keys[0], window)
             taken = (*as_kernels_take(query, key, value), sinks)
             scale = scale_of(taken[0], asked.softmax_scale)
             _check_inputs(taken, route.source_rows, self._transport.device)

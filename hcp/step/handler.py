@@ -486,8 +486,8 @@ class ContextParallelHandler(MovedNames, BoundToProcess):
         their own: an encoder's, for example.
 
         Where masks make several documents of a sequence, its keys have as many, and the queries of
-        a document see the keys of the document of its number. What else masks hide is hidden from
-        self-attention only.
+        a document see the keys of the document of its number. Those of a tree of texts see all keys
+        of their sequence. What else masks hide is hidden from self-attention only.
 
         Every rank of the domain calls it with the same options. During the call, each rank holds
         the keys that its queries see. Not for compiled layers.
@@ -512,8 +512,9 @@ class ContextParallelHandler(MovedNames, BoundToProcess):
             gives 0, and -inf as its log-sum-exp.
 
         Raises:
-            ValueError: the keys of a sequence, or of a document, are not there; or the plan has
-                branches.
+            ValueError: the keys of a sequence, or of a document, are not there; keys with
+                branches; queries with branches under ``causal`` or a window, since they have
+                several ends, or with trees of several roots in a sequence.
         """
         out, lse = self._cross.attend(
             (query, key, value, sinks),
@@ -644,8 +645,9 @@ class ContextParallelHandler(MovedNames, BoundToProcess):
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their documents, across the borders of ranks.
 
-        As torch.roll within each document, but what enters at an end is zeros. Every rank of the
-        group calls it.
+        As torch.roll within each document, but what enters at an end is zeros. In a tree of texts
+        rows shift along each text, for shifts > 0: a row's predecessors are the same in all. Every
+        rank of the group calls it.
 
         Args:
             x: any shape that has the T rows.
@@ -656,8 +658,7 @@ class ContextParallelHandler(MovedNames, BoundToProcess):
             x's shape.
 
         Raises:
-            ValueError: the plan has branches, as for all calls in which rows or states go from
-                token to token.
+            ValueError: the plan has branches and shifts < 0: several tokens may follow one.
         """
         return self._rows.roll(x, shifts, dims)
 

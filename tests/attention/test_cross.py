@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.along_documents import rows_of
 from support.cases import GlooGroups
 from support.features import drawn, rows_here
 from support.ranks import run_ranks
+from support.trees import Tree
 from torch import Tensor
 
 import hcp
@@ -265,3 +267,38 @@ def test_rows_of_the_wrong_side_are_refused() -> None:
 
     with pytest.raises(ValueError, match="key has 5 rows, expected 7: this rank's rows in keys="):
         hcp.loopback(1, call)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_texts_of_a_tree_see_all_keys_of_their_sequence(ranks: int) -> None:
+    """Each text is computed alone; a token that texts share counts once."""
+    tree, sizes = Tree((7, 5, 3, 1, 6), (-1, 0, 0, 1, 0)), [11, 4]
+    lengths = [tree.length, 3]
+    q, g = (drawn(lengths, 8, seed=seed) for seed in (1, 2))
+    k, v = (drawn(sizes, 8, seed=seed) for seed in (3, 4))
+    given = [[x.requires_grad_() for x in own] for own in (q, k, v)]
+    expected = [torch.zeros_like(x) for x in q]
+    for i, own in enumerate((tree, Tree((3,), (-1,)))):
+        for text, first in zip(own.texts, own.firsts, strict=True):
+            alone = (x.unflatten(1, (2, 4)) for x in (q[i][text], k[i], v[i]))
+            out = whole(*alone, None, Options())[0].flatten(1)
+            out[first].backward(g[i][text][first])
+            expected[i][text] = out.detach()
+    grads = [[x.grad for x in own] for own in given]
+
+    def check(groups: Any) -> None:
+        options = {"ranks": ranks, "max_tokens_per_rank": 64, "min_degree": ranks}
+        masks = [tree.mask, None]
+        plans = hcp.plan(lengths, masks=masks, **options), hcp.plan(sizes, **options)
+        cp, keys = (hcp.ContextParallelHandler(plan, 0, groups.transport) for plan in plans)
+        mine = [
+            rows_of(at, [x.detach() for x in own]).requires_grad_()
+            for at, own in zip((cp, keys, keys), given, strict=True)
+        ]
+        out = cp.cross_attention(*(x.unflatten(1, (2, 4)) for x in mine), keys).flatten(1)
+        out.backward(rows_of(cp, g))
+        assert difference(out.detach(), rows_of(cp, expected)) < 1e-10
+        for at, x, grad in zip((cp, keys, keys), mine, grads, strict=True):
+            assert difference(x.grad, rows_of(at, grad)) < 1e-10
+
+    hcp.loopback(ranks, check)

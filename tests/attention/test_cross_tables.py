@@ -156,14 +156,19 @@ def test_a_limit_that_reaches_past_every_key_is_none() -> None:
     assert rows == [47, 47]
 
 
-def test_branches_are_refused() -> None:
-    tree = hcp.Mask.tree([4, 4, 4], [-1, 0, 0])
-    plan, plain = (
-        hcp.plan([12], ranks=1, max_tokens_per_rank=12, masks=masks) for masks in ([tree], None)
+def test_branches_without_one_end_or_one_root_are_refused() -> None:
+    tree, forest = (hcp.Mask.tree([4, 4, 4], parents) for parents in ([-1, 0, 0], [-1, -1, 0]))
+    whole, two = hcp.Mask.causal(12), hcp.Mask.documents([6, 6])
+    branching, rooted, plain, parted = (
+        hcp.plan([12], ranks=1, max_tokens_per_rank=12, masks=[mask])
+        for mask in (tree, forest, whole, two)
     )
-    for queries, keys in ((plan, plain), (plain, plan)):
+    for queries, keys, left in ((branching, plain, 3), (plain, branching, -1)):
         with pytest.raises(ValueError, match="the mask of sequence 0 has branches"):
-            queries.core.cross(0, 0, keys.core, 0, -1, -1)
+            queries.core.cross(0, 0, keys.core, 0, left, -1)
+    for keys in (plain, parted):
+        with pytest.raises(ValueError, match="has branches and 2 texts that continue no other"):
+            rooted.core.cross(0, 0, keys.core, 0, -1, -1)
 
 
 def test_places_outside_the_plans_are_refused() -> None:

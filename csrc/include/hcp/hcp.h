@@ -872,7 +872,9 @@ typedef struct hcp_cross_side {
 
 /* A query at key i sees keys i - left to i + right; negative: no limit on that side. HCP_INVALID,
  * on every rank alike, unless both plans have as many ranks, the keys' micro-batch has all
- * sequences of the queries' with as many documents, and neither plan has branches. */
+ * sequences of the queries' with as many documents, and the keys' plan has no branches. A tree of
+ * queries, which has several ends, is one document: its queries see all keys. HCP_INVALID for one
+ * under a limit, and for one of several roots. */
 hcp_status hcp_cross_create(const hcp_cross_side *queries, const hcp_cross_side *keys, int32_t rank,
                             int64_t left, int64_t right, hcp_table **cross, hcp_error *err);
 
