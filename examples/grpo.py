@@ -9,11 +9,12 @@ policy and of the reference are computed under a plan, forward only, and come ba
 the samples. Then the samples travel again, with the advantages of their answers. The loss is the
 mean over all answer tokens of the batch, so neither the plan nor the number of ranks changes it.
 
-A prompt is computed once for all its answers, under a mask, or packed with each of them
-(--packing each). The loss is the same. A prompt with long answers is more than one rank holds, so
-it gets a higher degree than one with short answers. Each step prints how many sequences got which.
+What answers to a prompt share is computed once, as a prefix tree, or the prompt is packed with each
+of them (--packing each). The loss is the same. A prompt with long answers is more than one rank
+holds, so it gets a higher degree than one with short answers. Each step prints how many sequences
+got which.
 
-T rows of this rank, S sequences, A answers in a sequence, V tokens of the vocabulary.
+T rows of this rank, A answers of its sequences, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sample(NamedTuple):
-    """A sequence: a prompt, and one answer to it or several."""
+    """A sequence: a prompt, and one answer to it or a tree of several."""
 
     fields: dict[str, Tensor]
-    mask: hcp.Mask
+    mask: hcp.Mask | None
 
 
 # ---- the policy ----------------------------------------------------------------------------------
@@ -136,27 +137,26 @@ def rollout(
 
 
 def sample_of(prompt: Tensor, answers: Sequence[Tensor], advantages: Tensor) -> Sample:
-    """Pack answers after their prompt, which they share.
+    """Make a prefix tree of answers to a prompt: what they share is computed once.
 
-    Each answer begins with the prompt's last token, whose row predicts the answer's first one, so
-    that every row has one label. The rows of an answer but the last have a loss.
+    The loss is of each answer's tokens. A row counts once for each answer through it.
     """
-    last = prompt[-1:]
-    parts = [prompt[:-1], *(torch.cat((last, tokens)) for tokens in answers)]
-    labels = [torch.zeros_like(prompt[:-1]), *(F.pad(tokens, (0, 1)) for tokens in answers)]
-    number = [torch.full_like(part, max(i - 1, 0)) for i, part in enumerate(parts)]
-    predicts = [
-        torch.arange(len(part), device=part.device) < (len(part) - 1 if i else 0)
-        for i, part in enumerate(parts)
-    ]
-    fields = {
-        "tokens": torch.cat(parts),
-        "labels": torch.cat(labels),
-        "number": torch.cat(number),
-        "loss_mask": torch.cat(predicts).to(torch.get_default_dtype()),
-        "advantages": advantages.to(prompt.device, torch.get_default_dtype()),
+    trees = hcp.prefix_trees([torch.cat((prompt, tokens)) for tokens in answers])
+    kinds: Any = {"device": prompt.device, "dtype": torch.get_default_dtype()}
+    weights = [F.pad(torch.ones(len(a), **kinds), (len(prompt) - 1, 1)) for a in answers]
+    pairs = list(zip(weights, advantages.to(**kinds), strict=True))
+    columns = {
+        "tokens": trees.tokens,
+        "labels": [labels.clamp(min=0) for labels in trees.labels],
+        "loss_mask": trees.summed(weights),
+        "up": trees.summed([w * a.clamp(min=0) for w, a in pairs]),
+        "down": trees.summed([w * a.clamp(max=0) for w, a in pairs]),
+        "advantages": trees.by_tree([a for _, a in pairs]),
+        "lengths": trees.by_tree([torch.tensor(len(a), **kinds) for a in answers]),
     }
-    return Sample(fields, hcp.Mask.shared_prefix(len(prompt) - 1, [len(p) for p in parts[1:]]))
+    (fields,) = trees.fields()  # answers to one prompt of two tokens or more are one tree
+    fields |= {name: column[0].to(prompt.device) for name, column in columns.items()}
+    return Sample(fields, trees.masks[0])
 
 
 # ---- the update: all ranks together --------------------------------------------------------------
@@ -173,16 +173,23 @@ def most_tokens(ranks: int, args: argparse.Namespace) -> int:
     return args.max_tokens_per_rank or 1 + longest // min(ranks, 2)
 
 
+RULES: dict[str, str | hcp.Payload] = {
+    **hcp.Trees.RULES,
+    "advantages": hcp.Payload("whole"),
+    "lengths": hcp.Payload("whole"),
+}
+"""Values of an answer have one row of each."""
+
+
 def planned(samples: Sequence[Sample], groups: Any, args: argparse.Namespace) -> hcp.Step:
     """Plan the samples of all ranks, and bring each to the ranks that compute it."""
-    rules = {"advantages": "sequence"}
     given = [sample.fields for sample in samples]
-    lengths, sources, own = hcp.gather_lengths(given, groups, fields=rules)
+    lengths, sources, own = hcp.gather_lengths(given, groups, fields=RULES)
     masks = gather_masks([sample.mask for sample in samples], groups)
     ranks = groups.size("dp_cp")
     most = most_tokens(ranks, args)
     plan = hcp.plan(lengths, masks=masks, ranks=ranks, max_tokens_per_rank=most, cost=SMALL_MODEL)
-    return hcp.dispatch(plan, own, sources, groups, fields=rules)
+    return hcp.dispatch(plan, own, sources, groups, fields=RULES)
 
 
 def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
@@ -191,28 +198,25 @@ def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBa
     return every.gather(1, local.labels[:, None])[:, 0]
 
 
-def of_answers(x: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
-    """Give every row the value of its answer: (S, A) to (T,)."""
-    return cp.sequences.repeat(x).gather(1, local.number[:, None])[:, 0]
-
-
 def losses_of(
     new: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, args: argparse.Namespace
 ) -> Tensor:
-    """GRPO's loss of each row, (T,): a clipped ratio times the answer's advantage, and the distance
-    from the reference."""
+    """GRPO's losses of each row, (T,), summed over the answers through it: a clipped ratio times
+    the answer's advantage, and the distance from the reference."""
     change = new - local.old
     if args.ratio == "sequence":  # one ratio of each answer (https://arxiv.org/abs/2507.18071)
-        own = F.one_hot(local.number, local.advantages.shape[1])  # (T, A)
-        rows = torch.stack((change * local.loss_mask, local.loss_mask), 1)
-        sums = cp.sequences.sum(own[:, None] * rows[:, :, None])  # (S, 2, A)
-        change = of_answers(sums[:, 0] / sums[:, 1], cp, local)
-    advantage = of_answers(local.advantages, cp, local)
-    ratio = change.exp()
-    clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
-    gain = torch.minimum(ratio * advantage, clipped * advantage)
+        tree = hcp.TreeValues(cp, local)
+        counted = change * (local.loss_mask > 0)
+        ratio = (tree.sum_over_paths(counted) / local.lengths).exp()  # (A,)
+        clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
+        gain = torch.minimum(ratio * local.advantages, clipped * local.advantages)
+        gain = tree.sum_over_leaves(gain)
+    else:
+        ratio = change.exp()
+        gain = ratio.clamp(max=1 + args.clip) * local.up
+        gain = gain + ratio.clamp(min=1 - args.clip) * local.down
     apart = local.reference - new
-    return args.beta * (apart.exp() - apart - 1) - gain
+    return args.beta * (apart.exp() - apart - 1) * local.loss_mask - gain
 
 
 def update(
@@ -227,7 +231,8 @@ def update(
     total = torch.zeros((), dtype=torch.float64, device=groups.transport.device)
     for cp, local in planned(samples, groups, args):
         losses = losses_of(log_probs(policy, cp, local), cp, local, args)
-        loss = cp.loss(losses, local.loss_mask, grad_reduce="sum")
+        some = (local.loss_mask > 0).to(losses.dtype)  # the losses have the weights
+        loss = cp.loss(losses, some, grad_reduce="sum")
         loss.backward()
         total += loss.detach()
     for parameter in policy.parameters():

@@ -2,6 +2,7 @@
 
 sent = plan_in_driver(lengths, sources, ranks, config)       # plain data, in the driver
 step = planned_step(sent, samples, groups, config)           # in every worker
+trees, samples, fields = rollout_trees(samples)              # before, where answers share a prompt
 log_probs = step.combine(log_probs_of(cp, local) for cp, local in step)  # of its own samples
 """
 
@@ -23,10 +24,11 @@ from hcp.planning.mask import MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.config import Config
 from hcp.step.dispatch import Step
-from hcp.step.fields import Given
+from hcp.step.fields import Given, Payload
 from hcp.step.planner import StepPlanner
+from hcp.step.trees import Trees, prefix_trees
 
-__all__ = ["plan_in_driver", "plan_verl", "planned_step", "sequence_weights"]
+__all__ = ["plan_in_driver", "plan_verl", "planned_step", "rollout_trees", "sequence_weights"]
 
 VERL_SCHEDULES = "verl.utils.dynamic_cp_scheduler"
 VERL_SEAM = "get_megatron_dynamic_cp_scheduler_cls"
@@ -147,3 +149,49 @@ def plan_verl() -> None:
             "has dynamic_context_parallel; with an older one plan in the driver: plan_in_driver"
         )
     setattr(importlib.import_module(VERL_SCHEDULES), VERL_SEAM, lambda: VerlScheduler)
+
+
+def rollout_trees(
+    samples: Sequence[Given],
+    *,
+    tokens: str = "input_ids",
+    summed: Sequence[str] = ("loss_mask",),
+    **options: Any,
+) -> tuple[Trees, list[dict[str, Any]], dict[str, str | Payload]]:
+    """Make prefix trees of rollouts. Return them, a sample of each in place of those of the
+    rollouts, and the rules of the samples' fields, for `fields=` of `planned_step`.
+
+    `samples`: of the rollouts, whole, with the same fields. `tokens`: the field of their tokens.
+    `summed`: fields (tokens, ...) of which a row gets the sum over the rollouts through it: weights
+    of losses, and their products with advantages. Of other fields (tokens, ...) a row gets the
+    value of the first rollout: labels, old log-probabilities. A number of each rollout becomes a
+    payload (rollouts,), a string or a tuple of each one value of Python's. `options`: of
+    `hcp.prefix_trees`.
+
+    Plan `trees.lengths` with `masks=trees.masks`. `trees.by_rollout` gives results back to the
+    rollouts, in the order of the samples. Raises ValueError for samples of different fields.
+    """
+    _expect_same_fields(samples)
+    rows: list[Any] = [sample[tokens] for sample in samples]
+    trees = prefix_trees(rows, **options)
+    made: list[dict[str, Any]] = [*trees.fields()]
+    rules: dict[str, str | Payload] = dict(Trees.RULES)
+    for name in samples[0] if samples else ():
+        values: list[Any] = [sample[name] for sample in samples]
+        if isinstance(values[0], Tensor) and values[0].dim():
+            columns: list[Any] = (trees.summed if name in summed else trees.first)(values)
+        else:
+            columns = trees.by_tree(values)
+            rules[name] = Payload("whole") if isinstance(columns[0], Tensor) else "value"
+        for sample, column in zip(made, columns, strict=True):
+            sample[name] = column
+    return trees, made, rules
+
+
+def _expect_same_fields(samples: Sequence[Given]) -> None:
+    for i, sample in enumerate(samples):
+        if sample.keys() != samples[0].keys():
+            raise ValueError(
+                f"samples[{i}] has fields {sorted(sample)}, expected {sorted(samples[0])} as "
+                "samples[0]"
+            )

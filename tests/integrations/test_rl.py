@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 
 import hcp
-from hcp.integrations.rl import plan_in_driver, plan_verl, planned_step, sequence_weights
+from hcp.integrations.rl import (
+    plan_in_driver,
+    plan_verl,
+    planned_step,
+    rollout_trees,
+    sequence_weights,
+)
 
 LENGTHS = [5, 17, 2, 9, 1]
 SOURCES = [0, 0, 0, 1, 1]
@@ -192,3 +198,96 @@ def test_a_verl_without_its_own_dynamic_context_parallelism_is_refused(verl, mon
     monkeypatch.delattr(verl, "get_megatron_dynamic_cp_scheduler_cls")
     with pytest.raises(ImportError, match=r"verl has no .*scheduler_cls, expected a verl of "):
         plan_verl()
+
+
+# ---- rollouts that begin alike -------------------------------------------------------------------
+
+PROMPTS = [3, 1, 12]
+
+
+def config_of(ranks):
+    """Several ranks compute the longest tree together."""
+    return hcp.Config(36 // ranks)
+
+
+def rollouts():
+    """Answers to three prompts: what a driver has of each."""
+    made = torch.Generator().manual_seed(3)
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        start = torch.randint(16, (prompt,), generator=made)
+        for answer in range(3):
+            tokens = torch.cat((start, torch.randint(16, (2 + 3 * answer,), generator=made)))
+            weights = (torch.arange(len(tokens)) >= prompt - 1).double()
+            weights[-1] = 0
+            advantage = float(torch.randn((), generator=made))
+            found.append(
+                {
+                    "input_ids": tokens,
+                    "labels": F.pad(tokens[1:], (0, 1)),
+                    "loss_mask": weights,
+                    "gain": weights * advantage,
+                    "advantage": advantage,
+                    "uid": f"{number}-{answer}",
+                }
+            )
+    return found
+
+
+def train_on_trees(rank, size, sent):
+    groups, table = hcp.build_process_groups(), weights()
+    sent, samples, rules = pickle.loads(sent)
+    own = [s for s, source in zip(samples, sent["sources"], strict=True) if source == rank]
+    step = planned_step(sent, own, groups, config_of(size), fields=rules)
+    assert max(cp.plan.micro_batches[0][0].degree for cp, _ in step) == size
+
+    def of(cp, local):
+        return log_probs(table, local.input_ids, local.labels, cp.attention)
+
+    with torch.no_grad():
+        found = step.combine(of(cp, local) for cp, local in step)
+    total = torch.zeros((), dtype=torch.float64)
+    uids = []
+    for cp, local in step:
+        loss = -(of(cp, local) * local.gain).sum() / cp.loss_tokens
+        loss.backward()
+        total += loss.detach()
+        uids += local.uid
+        assert [len(own) for own in local.uid] == cp.payloads[
+            "advantage"
+        ].cu_seqlens.diff().tolist()
+    grad = torch.zeros_like(table) if table.grad is None else table.grad
+    return found, total, grad, uids
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_trees_of_rollouts_have_the_losses_of_each_alone(ranks):
+    batch = rollouts()
+    trees, samples, rules = rollout_trees(batch, summed=("loss_mask", "gain"))
+    assert len(trees) < len(batch)
+    sources = [i * ranks // len(trees) for i in range(len(trees))]
+    sent = plan_in_driver(trees.lengths, sources, ranks, config_of(ranks), masks=trees.masks)
+    results = run_ranks(ranks, train_on_trees, pickle.dumps((sent, samples, rules)))
+    table = weights()
+    alone_rows = [log_probs(table, s["input_ids"], s["labels"], alone) for s in batch]
+    total = sum(s["loss_mask"].sum() for s in batch)
+    loss = -sum((x * s["gain"]).sum() for x, s in zip(alone_rows, batch, strict=True)) / total
+    loss.backward()
+    back = trees.by_rollout([rows for own, *_ in results for rows in own])
+    for x, y in zip(back, alone_rows, strict=True):
+        torch.testing.assert_close(x[:-1], y[:-1].detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(sum(r[1] for r in results), loss.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(sum(r[2] for r in results), table.grad, rtol=0, atol=1e-10)
+    seen = {uid for *_, uids in results for own in uids for uid in own}
+    assert seen == {s["uid"] for s in batch}
+
+
+def test_rollouts_of_different_fields_are_refused():
+    tokens = torch.arange(3)
+    with pytest.raises(ValueError, match=r"samples\[1\] has fields \['input_ids'\], expected"):
+        rollout_trees([{"input_ids": tokens, "loss_mask": tokens}, {"input_ids": tokens}])
+
+
+def test_no_rollouts_are_no_trees():
+    trees, samples, rules = rollout_trees([])
+    assert (len(trees), samples, rules) == (0, [], dict(hcp.Trees.RULES))

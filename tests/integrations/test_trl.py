@@ -260,7 +260,7 @@ def reward(completions, **columns):
     return [float(len(set(text.split()))) for text in completions]
 
 
-def optimize(rank, size, folder, saved, hcps):
+def optimize(rank, size, folder, saved, hcps, trees=False):
     """Losses, and each call's log-probabilities, with whether they train."""
     options = {
         "num_generations": 4,
@@ -272,7 +272,10 @@ def optimize(rank, size, folder, saved, hcps):
     prompts = [{"prompt": pair["prompt"]} for pair in pairs()]
     model = build()
     model.config._name_or_path = str(saved)  # where TRL loads the reference from
-    trainer = made("GRPO", size, folder, prompts, hcps, options, model=model, reward_funcs=reward)
+    more = {"trees": trees} if trees else {}
+    trainer = made(
+        "GRPO", size, folder, prompts, hcps, options, model=model, reward_funcs=reward, **more
+    )
     seen = []
     own = trainer._get_per_token_logps_and_entropies
 
@@ -283,14 +286,16 @@ def optimize(rank, size, folder, saved, hcps):
 
     trainer._get_per_token_logps_and_entropies = watched
     losses = losses_of(trainer)
-    check_metrics(trainer, hcps, 4)
+    if not trees:
+        check_metrics(trainer, hcps, 4)
     return losses, seen
 
 
-def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):
+@pytest.mark.parametrize("trees", [False, True])
+def test_group_relative_policy_optimization_takes_trls_steps(trees, tmp_path):
     build().save_pretrained(saved := tmp_path / "reference")
     theirs = run_ranks(2, optimize, tmp_path / "theirs", saved, False)
-    ours = run_ranks(2, optimize, tmp_path / "ours", saved, True)
+    ours = run_ranks(2, optimize, tmp_path / "ours", saved, True, trees)
     for (expected, said), (losses, found) in zip(theirs, ours, strict=True):
         assert losses == pytest.approx(expected, abs=1e-3)
         assert {trains for trains, _ in said} == {True, False}
@@ -457,6 +462,73 @@ def padded_batches(rank, size):
         for wrong in (mask[:, None], mask * 2):
             with pytest.raises(ValueError, match=r"attention_mask has shape .* expected \(4, 9\)"):
                 model(**given, attention_mask=wrong)
+
+
+def shared_batches(rank, size):
+    """Losses and gradients of padded batches that begin alike: as trees, and by the model alone,
+    in float64."""
+    import transformers
+    from trl.trainer.utils import add_fused_lm_head
+
+    from hcp.integrations.loader import domain
+    from hcp.integrations.transformers import register_hcp_attention
+    from hcp.integrations.trl.padded import spread_padded
+    from hcp.tools.loggers import MeanMetrics
+
+    transformers.logging.set_verbosity_error()
+
+    def qwen():
+        torch.manual_seed(7)
+        made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8)).double()
+        for module in list(made.modules()):
+            for name, norm in module.named_children():
+                if type(norm).__name__ == "Qwen3RMSNorm":  # which computes in float32
+                    wide = torch.nn.RMSNorm(norm.weight.shape, eps=1e-6, dtype=torch.float64)
+                    setattr(module, name, wide)
+        add_fused_lm_head(made)
+        return made
+
+    model, own, means = qwen(), qwen(), MeanMetrics()
+    register_hcp_attention(model)
+    config = hcp.Config(56 // size + 8, sync="step")
+    spread_padded(model, config, domain(None, size, "cpu"), None, means, {"min_shared": 2})
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(4, 64, (4, 30), generator=draw)
+    tokens[1:3, :20] = tokens[0, :20]  # one prompt, and answers of which two begin alike
+    tokens[2, :25] = tokens[1, :25]
+    mask = torch.ones_like(tokens)
+    mask[1, 28:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[:3, :20] = -100
+    labels[2, 22] = -100  # of a row that another answer shares, which has a target there
+    factors = torch.randn(4, 29, generator=draw, dtype=torch.float64)
+    given = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+    losses = []
+    for each in (model, own):
+        said = each(**given, fused_lm_head=True)
+        loss = (said.log_probs * factors).sum()
+        loss.backward()
+        losses.append(loss.item())
+    for one, other in zip(model.parameters(), own.parameters(), strict=True):
+        torch.distributed.all_reduce(one.grad)
+        torch.distributed.all_reduce(other.grad)
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=0)  # TRL's head
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)  # computes in float32
+    return means.take()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_batches_that_begin_alike_are_computed_as_trees(ranks):
+    metrics = run_ranks(ranks, shared_batches)
+    assert metrics[0]["hcp/sequences"] == 2 * ranks  # of four each
+
+
+def test_labels_that_are_no_next_tokens_are_no_tree():
+    from hcp.integrations.trl.padded import _tree_samples
+
+    sample = {"input_ids": torch.tensor([4, 5, 6]), "labels": torch.tensor([5, 7, -100])}
+    with pytest.raises(ValueError, match="labels are other tokens than those that follow"):
+        _tree_samples(hcp.prefix_trees([sample["input_ids"]]), [sample], [sample["labels"]])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,11 @@ from hcp.integrations.transformers.routers import (
 )
 from hcp.integrations.transformers.trainer import compute_dtype
 from hcp.planning.cost import CostModel
+from hcp.planning.mask import Mask
 from hcp.step.config import Config
-from hcp.step.dispatch import Step
+from hcp.step.dispatch import Step, gather_masks
 from hcp.step.planner import StepPlanner
+from hcp.step.trees import Trees, prefix_trees
 from hcp.tools.loggers import MeanMetrics
 
 _ROUTERS = "output_router_logits"
@@ -60,11 +62,14 @@ class PaddedTrainer:
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
         fused_rope: bool = True,
+        trees: bool | Mapping[str, Any] = False,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`; a rank holds the rows of its share of a batch
         for the backward pass. `groups`: by default, all ranks of the job are one domain.
-        `fused_rope`: see `register_hcp_attention`. Other arguments are TRL's.
+        `fused_rope`: see `register_hcp_attention`. `trees`: sequences of a rank's batch that begin
+        alike, as answers to one prompt do, are computed as prefix trees, what they share once;
+        True, or options of `hcp.prefix_trees`. Other arguments are TRL's.
 
         Raises ValueError for options that would be wrong, or have no effect."""
         check_model_config(cp)
@@ -79,7 +84,7 @@ class PaddedTrainer:
             check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
             with trainer.accelerator.autocast():
                 register_hcp_attention(model, fused_rope=fused_rope)
-            spread_padded(model, cp, made, cost, self._means)
+            spread_padded(model, cp, made, cost, self._means, trees)
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
         self._means.clear()  # of forwards of a training before, which nothing logged
@@ -123,15 +128,21 @@ def _check(trainer: Any, cp: Config) -> None:
 
 
 def spread_padded(
-    model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None, trained: MeanMetrics
+    model: Any,
+    cp: Config,
+    groups: ProcessGroups,
+    cost: CostModel | None,
+    trained: MeanMetrics,
+    trees: bool | Mapping[str, Any] = False,
 ) -> None:
     """Let all ranks compute a model's padded batches together where TRL asks for its fused head.
 
     Every rank of the domain calls the model equally often. `trained` gets the numbers of the
-    batches whose gradients are computed."""
+    batches whose gradients are computed. `trees`: see `PaddedTrainer`."""
     cost = cost or cost_of_model(model, groups, cp.ranks_per_node)
-    # Between two forwards TRL may generate, and a reference model computes.
-    planner = StepPlanner.of(cp, groups.size("dp_cp"), cost=cost, compares=False)
+    planned = (PlannedTrees if trees or isinstance(trees, Mapping) else PlannedAlone)(
+        cp, groups, cost, trees if isinstance(trees, Mapping) else {}
+    )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = base.forward
 
@@ -143,7 +154,7 @@ def spread_padded(
             given["input_ids"], *more = positional
             if more:
                 raise ValueError("the model was called with several positional arguments")
-        said, step = _computed(base, fused, given, planner, groups)
+        said, step = _computed(base, fused, given, planned)
         if torch.is_grad_enabled():
             trained.add(step)
         return said
@@ -155,8 +166,7 @@ def _computed(
     base: nn.Module,
     fused: Callable[..., Any],
     given: Mapping[str, Any],
-    planner: StepPlanner,
-    groups: ProcessGroups,
+    planned: PlannedAlone,
 ) -> tuple[FusedCausalLMOutput, Step]:
     others = [
         name
@@ -171,10 +181,84 @@ def _computed(
     tokens, labels = given["input_ids"], given["labels"]
     kept = _kept(tokens, given.get("attention_mask"))
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
-    step = planner.step(samples, groups)
-    rows, names, balance = _own_rows(base, fused, step, balanced=bool(given.get(_ROUTERS)))
+    routed = base if given.get(_ROUTERS) else None
+    (rows, names, balance), step = planned.compute(fused, samples, routed)
     said = _padded(rows, names, kept, labels)
     return (said if balance is None else replace(said, aux_loss=balance)), step
+
+
+class PlannedAlone:
+    """Plans a rank's sequences as they are."""
+
+    def __init__(
+        self, cp: Config, groups: ProcessGroups, cost: CostModel | None, _: Mapping[str, Any]
+    ) -> None:
+        self._groups = groups
+        self._masks: list[Mask | None] | None = None
+        # Between two forwards TRL may generate, and a reference model computes.
+        self._planner = StepPlanner.of(
+            cp, groups.size("dp_cp"), cost=cost, masks=lambda _: self._masks, compares=False
+        )
+
+    def compute(
+        self, fused: Callable[..., Any], samples: list[dict[str, Tensor]], routed: nn.Module | None
+    ) -> tuple[OwnRows, Step]:
+        """Compute the samples' rows in a step of all ranks. `routed`: the model, if the experts
+        that its routers choose are to be balanced."""
+        step = self._planner.step(samples, self._groups)
+        return _own_rows(fused, step, routed), step
+
+
+class PlannedTrees(PlannedAlone):
+    """Plans a rank's sequences as prefix trees. A row that several share is computed once, and its
+    gradient is the sum of theirs."""
+
+    def __init__(
+        self, cp: Config, groups: ProcessGroups, cost: CostModel | None, options: Mapping[str, Any]
+    ) -> None:
+        super().__init__(cp, groups, cost, options)
+        self._options = options
+
+    def compute(
+        self, fused: Callable[..., Any], samples: list[dict[str, Tensor]], routed: nn.Module | None
+    ) -> tuple[OwnRows, Step]:
+        if routed is not None:
+            raise ValueError(
+                "router_aux_loss_coef is not 0 under trees=True, expected 0: the loss of routers is "
+                "a mean over sequences, and a tree has rows of several"
+            )
+        trees = prefix_trees([sample["input_ids"] for sample in samples], **self._options)
+        self._masks = gather_masks(trees.masks, self._groups)
+        labels = [sample["labels"] for sample in samples]
+        samples = _tree_samples(trees, samples, labels)
+        (rows, names, _), step = super().compute(fused, samples, None)
+        # Where one sequence has a target, others that share the row may have none.
+        own = zip(trees.by_rollout(rows), labels, strict=True)
+        rows = [x.where((y != IGNORED)[:, None], 0.0) for x, y in own]
+        return OwnRows(rows, names, None), step
+
+
+def _tree_samples(
+    trees: Trees, samples: list[dict[str, Tensor]], labels: list[Tensor]
+) -> list[dict[str, Tensor]]:
+    """The samples of trees: a row has a target where a sequence through it has one."""
+    for sample, own in zip(samples, labels, strict=True):
+        after = torch.cat((sample["input_ids"][1:], own[-1:]))
+        if bool(((own != IGNORED) & (own != after)).any()):
+            raise ValueError(
+                "labels are other tokens than those that follow, expected the sequences' own: "
+                "trees=True takes rows together that have the same next token"
+            )
+    targeted = trees.summed([(own != IGNORED).float() for own in labels])
+    device = targeted[0].device if targeted else None
+    columns = zip(trees.tokens, trees.labels, targeted, strict=True)
+    return [
+        {
+            "input_ids": tokens.to(device),
+            "labels": targets.to(device).where(some > 0, IGNORED),
+        }
+        for tokens, targets, some in columns
+    ]
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -196,34 +280,46 @@ def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens[kept], "labels": after}
 
 
-def _own_rows(
-    base: nn.Module, fused: Callable[..., Any], step: Step, *, balanced: bool
-) -> tuple[list[Tensor], list[str], Tensor | None]:
-    """Return what the model says of the sequences of this rank, (tokens, F) each, the names of the
-    fields, and, if experts are to be balanced, the loss of their routers.
+class OwnRows(NamedTuple):
+    """What a model says of the sequences that this rank loaded."""
 
-    That loss is the mean over the sequences of all ranks' batches: its mean over the ranks, which
-    TRL takes of gradients and logs, counts each sequence once."""
+    rows: list[Tensor]
+    """(tokens, F) of each."""
+    names: list[str]
+    """Of the F fields."""
+    balance: Tensor | None
+    """The loss of routers, the mean over the sequences of all ranks' batches: its mean over the
+    ranks, which TRL takes of gradients and logs, counts each sequence once."""
+
+
+def _own_rows(fused: Callable[..., Any], step: Step, routed: nn.Module | None) -> OwnRows:
     names: list[str] = []
     results: list[Tensor] = []
     shares: list[Tensor] = []
     for cp, local in step:
         labels = cp.at_least_one_row(local.labels, IGNORED).unsqueeze(0)
-        with record_routers(base) if balanced else contextlib.nullcontext() as routed:
+        with contextlib.nullcontext() if routed is None else record_routers(routed) as choices:
             said = fused(**model_inputs(cp, local), shift_labels=labels, fused_lm_head=True)
-        if routed is not None:
-            shares.append(router_aux_loss(cp, routed, grad_reduce="mean"))
+        if choices is not None:
+            shares.append(router_aux_loss(cp, choices, grad_reduce="mean"))
         names = [name for name in _FIELDS if getattr(said, name) is not None]
-        fields = torch.stack([getattr(said, name)[0].float() for name in names], 1)
+        fields = torch.stack([_wide(getattr(said, name)[0]) for name in names], 1)
         results.append(fields[: cp.rows])
-    return step.combine(results), names, torch.stack(shares).sum() if shares else None
+    balance = torch.stack(shares).sum() if shares else None
+    return OwnRows(step.combine(results), names, balance)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Bools, and floats of fewer bits, as float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _padded(
     rows: list[Tensor], names: list[str], kept: Tensor, labels: Tensor
 ) -> FusedCausalLMOutput:
     """Return the fields (B, L - 1), as TRL's fused head does: of the token after each."""
-    full = torch.zeros(*kept.shape, len(names), device=kept.device)
+    dtype = rows[0].dtype if rows else torch.float32
+    full = torch.zeros(*kept.shape, len(names), dtype=dtype, device=kept.device)
     full = full.masked_scatter(kept.unsqueeze(-1), torch.cat([full[0, :0], *rows]))
     fields = dict(zip(names, full[:, :-1].unbind(-1), strict=True))
     if "is_top1" in fields:
