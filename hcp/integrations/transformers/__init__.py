@@ -72,6 +72,14 @@ from hcp.integrations.transformers.routers import (  # noqa: E402
     router_aux_loss,
     tokens_per_expert,
 )
+from hcp.integrations.transformers.score_trainer import (  # noqa: E402
+    SequenceClassificationTrainer,
+    sequence_samples,
+)
+from hcp.integrations.transformers.scores import (  # noqa: E402
+    register_for_scores,
+    sequence_scores,
+)
 from hcp.integrations.transformers.seq2seq import (  # noqa: E402
     register_for_seq2seq,
     seq2seq_inputs,
@@ -83,6 +91,7 @@ __all__ = [
     "DynamicCPCollator",
     "DynamicCPDataLoader",
     "EvalDataLoader",
+    "SequenceClassificationTrainer",
     "Trainer",
     "aux_counts",
     "causal_lm_loss",
@@ -99,9 +108,12 @@ __all__ = [
     "own_attention",
     "record_routers",
     "register_for_images",
+    "register_for_scores",
     "register_for_seq2seq",
     "register_hcp_attention",
     "router_aux_loss",
     "seq2seq_inputs",
+    "sequence_samples",
+    "sequence_scores",
     "tokens_per_expert",
 ]

@@ -114,7 +114,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
     try:
         with evaluating(model):
             model.set_attn_implementation("eager")  # type: ignore[operator]
-            document, others = _documents(model)
+            document, others = documents_to_compare(model)
             own = _own_logits(model, document)
             if (first := _first_position(model, document, own)) > 0:
                 shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
@@ -187,7 +187,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def _documents(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def documents_to_compare(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return a document to compare and two others, of arbitrary tokens."""
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     if weight.is_meta:
@@ -226,7 +226,8 @@ def _own_logits(model: nn.Module, document: Tensor) -> Tensor:
         raise ValueError(
             f"{type(model).__name__} gives {found} for {len(document)} tokens, expected "
             f"(1, {len(document)}, vocabulary): hcp trains causal language models (...ForCausalLM) "
-            "that add no tokens or prompts of their own"
+            "that add no tokens or prompts of their own. For ...ForSequenceClassification take "
+            "SequenceClassificationTrainer, or TRL's RewardTrainer, of hcp"
         )
     assert isinstance(logits, Tensor)
     return logits[0]

@@ -459,7 +459,8 @@ def compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
 _INSTEAD: Mapping[str, str] = {
     "model_init": "give the model, whose attention hcp sets",
     "compute_loss_func": "it would shift labels in rows of which a rank has a part. hcp computes "
-    "the mean cross entropy of the whole batch; for a loss of your own override training_step",
+    "the mean cross entropy of the whole batch; for a loss of your own override training_step. Of "
+    "scores of sequences, hcp's SequenceClassificationTrainer takes one",
 }
 
 

@@ -14,6 +14,7 @@ require(
         "trl:SFTTrainer",
         "trl:DPOTrainer",
         "trl:GRPOTrainer._generate_single_turn",
+        "trl:RewardTrainer.compute_loss",
         "trl.trainer.utils:add_fused_lm_head",
         "trl.trainer.utils:FusedCausalLMOutput(log_probs, label_mask)",
     ),
@@ -25,6 +26,7 @@ check_if_installed("peft", check=CHECK)
 # What imports trl comes after what refuses its absence.
 from hcp.integrations.trl.dpo import DPOTrainer  # noqa: E402
 from hcp.integrations.trl.grpo import GRPOTrainer  # noqa: E402
+from hcp.integrations.trl.reward import RewardTrainer  # noqa: E402
 from hcp.integrations.trl.sft import SFTTrainer  # noqa: E402
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer"]
