@@ -129,7 +129,7 @@ SWEEP_pinned = --check
 test-trainer-transformers: TRAINER = $(CURDIR)/.venv-transformers-$(EDGE)
 test-trainer-transformers: FORCE
 	$(MAKE) setup-trainer $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
-	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) $(PROGRAMS_OF_TRAINERS) tests/integrations/test_trl.py \
+	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) $(PROGRAMS_OF_TRAINERS) $(wildcard tests/integrations/test_trl*.py) \
 	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
 	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
 OF_TRANSFORMERS = $(wildcard tests/integrations/test_transformers*.py) \
