@@ -224,8 +224,8 @@ class PlannedTrees(PlannedAlone):
     ) -> tuple[OwnRows, Step]:
         if routed is not None:
             raise ValueError(
-                "router_aux_loss_coef is not 0 under trees=True, expected 0: the loss of routers is "
-                "a mean over sequences, and a tree has rows of several"
+                "router_aux_loss_coef is not 0 under trees=True, expected 0: routers' loss is a "
+                "mean over sequences, and a tree has rows of several"
             )
         trees = prefix_trees([sample["input_ids"] for sample in samples], **self._options)
         self._masks = gather_masks(trees.masks, self._groups)
