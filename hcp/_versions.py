@@ -17,10 +17,10 @@ from importlib import metadata
 
 TESTED: dict[str, tuple[str, ...]] = {
     "torch": ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
-    "transformers": ("5.17.0", "5.23.0", "5.24.0"),
-    "accelerate": ("1.15.0",),
-    "trl": ("1.16.0",),
-    "peft": ("0.21.2",),
+    "transformers": ("5.6.2", "5.12.1", "5.17.0", "5.23.0", "5.24.0"),
+    "accelerate": ("1.11.0", "1.15.0"),
+    "trl": ("0.24.0", "1.14.1", "1.16.0"),
+    "peft": ("0.18.1", "0.21.2"),
     "deepspeed": ("0.19.8",),
     "lightning": ("2.6.6",),
     "megatron-core": ("0.16.1", "0.19.2"),
@@ -43,6 +43,18 @@ def require(
     `python -m` then prints the error as one line.
     """
     check_version(package, installed(package), seams, check=check, needed_by=needed_by)
+
+
+def require_seams(package: str, seams: Sequence[str], *, since: str, needed_by: str) -> None:
+    """Raise ImportError if the installed version of a package lacks what a part of hcp needs.
+
+    `since`: the first version that has all of it. `needed_by`: that part of hcp, in words."""
+    lost = [seam for seam in seams if not has_seam(seam)]
+    if lost:
+        raise ImportError(
+            f"{package} is {installed(package)}, which has no {', '.join(lost)}, which hcp's "
+            f'{needed_by} uses: expected {since} or later: pip install "{package}>={since}"'
+        )
 
 
 def check_if_installed(package: str, *, check: str) -> None:

@@ -65,22 +65,23 @@ def test_megatrons_plans_know_whether_experts_are_waited_for(ranks, spread):
 # ---- versions ------------------------------------------------------------------------------------
 
 INTEGRATIONS = {
-    "accelerate": ("import hcp.integrations.accelerate", "1.14.2"),
+    "accelerate": ("import hcp.integrations.accelerate", "1.10.1"),
     "lightning": ("import hcp.integrations.lightning", "2.5.9"),
     "megatron-core": ("from hcp.integrations.megatron import hcp_layer_spec", "0.15.3"),
     "torchtitan": ("import hcp.integrations.torchtitan", "0.2.2"),
-    "transformers": ("import hcp.integrations.transformers", "4.57.1"),
+    "transformers": ("import hcp.integrations.transformers", "5.5.4"),
 }
 """The entry of each integration, and a version that it refuses."""
 
 EXPECTED = {
-    "accelerate": 'expected 1.15.0, which hcp was tested with: pip install "accelerate>=1.15"',
+    "accelerate": "expected 1.11.0 or 1.15.0, which hcp was tested with: "
+    'pip install "accelerate>=1.11"',
     "lightning": 'expected 2.6.6, which hcp was tested with: pip install "lightning>=2.6"',
     "megatron-core": "expected 0.16.1 or 0.19.2, which hcp was tested with: "
     'pip install "megatron-core>=0.16"',
     "torchtitan": 'expected 0.3.0, which hcp was tested with: pip install "torchtitan>=0.3"',
-    "transformers": "expected 5.17.0, 5.23.0 or 5.24.0, which hcp was tested with: "
-    'pip install "transformers>=5.17"',
+    "transformers": "expected 5.6.2, 5.12.1, 5.17.0, 5.23.0 or 5.24.0, which hcp was tested with: "
+    'pip install "transformers>=5.6"',
 }
 
 ENTER = """
@@ -207,6 +208,15 @@ def test_a_version_that_was_not_tested_is_refused_by_what_it_lacks(installed, ca
     with pytest.raises(ImportError, match=f"^{re.escape(said)}.* pip install trainer==2.9.1$"):
         require("trainer", [SEAM, *lacking], check="check it")
     assert caplog.messages == []
+
+
+def test_a_part_of_hcp_that_needs_a_later_version_is_refused_by_what_is_lacking(installed):
+    installed("2.9.1")
+    versions.require_seams("trainer", [SEAM], since="2.9", needed_by="Part")
+    with pytest.raises(
+        ImportError, match=r"^trainer is 2\.9\.1, which has no textwrap:Wrapper, wh"
+    ):
+        versions.require_seams("trainer", [SEAM, "textwrap:Wrapper"], since="3.0", needed_by="Part")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from functools import partial
 from importlib import metadata
@@ -10,13 +11,17 @@ from unittest import mock
 import pytest
 import torch
 from support.examples import example
-from support.finetuning import as_torchrun
+from support.finetuning import as_torchrun, fsdp_on_cpus
 from support.ranks import run_ranks
 from support.tensorboard_writer import METRICS, check
 
 import hcp
+from hcp import _versions as versions
 
 pytest.importorskip("trl", reason="pip install '.[trl]'")
+
+FUSED = versions.numbers(metadata.version("trl")) >= (1, 15)
+padded = pytest.mark.skipif(not FUSED, reason="hcp's DPO and GRPO need TRL 1.15 or later")
 
 WORDS = [f"w{i}" for i in range(60)]
 TRAINING = (13, 2, 40, 7, 30, 3, 9, 55)
@@ -123,8 +128,20 @@ def check_metrics(trainer, hcps, sequences):
             check({name: entry[name] for name in found}, sequences, ranks=2)
 
 
-def made(kind, size, folder, data, hcps, options, model=None, streaming=False, **more):
-    """A trainer of TRL's, or hcp's of that name, with batches of 4 in all."""
+def made(
+    kind,
+    size,
+    folder,
+    data,
+    hcps,
+    options,
+    model=None,
+    streaming=False,
+    prepare=lambda: None,
+    **more,
+):
+    """A trainer of TRL's, or hcp's of that name, with batches of 4 in all. `prepare` is called
+    between TRL's arguments and its trainer."""
     import datasets
     import trl
 
@@ -135,9 +152,11 @@ def made(kind, size, folder, data, hcps, options, model=None, streaming=False, *
     dataset = datasets.Dataset.from_list(data)
     config = getattr(trl, f"{kind}Config")
     chosen = OPTIONS | {"per_device_train_batch_size": 4 // size} | options
+    args = config(output_dir=str(folder), **chosen)
+    prepare()
     return getattr(ours if hcps else trl, f"{kind}Trainer")(
         model=model or build(),
-        args=config(output_dir=str(folder), **chosen),
+        args=args,
         train_dataset=dataset.to_iterable_dataset() if streaming else dataset,
         processing_class=tokenizer(),
         **({"cp": hcp.Config(**CONFIG)} if hcps else {}) | more,
@@ -182,10 +201,17 @@ def fine_tune(rank, size, folder, case, hcps):
     [
         pytest.param(
             case,
-            marks=pytest.mark.skipif(
-                case == "without logits" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
-                reason="torch has it from 2.13 on",
-            ),
+            marks=[
+                pytest.mark.skipif(
+                    case == "without logits" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
+                    reason="torch has it from 2.13 on",
+                ),
+                pytest.mark.skipif(
+                    case == "whole"
+                    and versions.numbers(metadata.version("transformers")) < (5, 12),
+                    reason="an older Transformers also divides by first tokens, without a loss",
+                ),
+            ],
         )
         for case in SFT
     ],
@@ -211,8 +237,8 @@ def go_on(rank, size, folder):
 
 
 @pytest.mark.skipif(
-    metadata.version("transformers").startswith("5.17."),
-    reason="Transformers 5.17 cannot load an optimizer's state onto several ranks of a CPU",
+    versions.numbers(metadata.version("transformers")) < (5, 18),
+    reason="Transformers up to 5.17 cannot load an optimizer's state onto several ranks of a CPU",
 )
 def test_a_checkpoint_of_a_lora_goes_on_in_a_stream(tmp_path):
     for straight, resumed in run_ranks(2, go_on, tmp_path):
@@ -247,12 +273,51 @@ def prefer(rank, size, folder, case, hcps):
     return losses
 
 
+@padded
 @pytest.mark.parametrize("case", DPO)
 def test_preference_optimization_takes_trls_steps(case, tmp_path):
     theirs = run_ranks(2, prefer, tmp_path / "theirs", case, False)
     ours = run_ranks(2, prefer, tmp_path / "ours", case, True)
     assert len(theirs[0]) > 10
     for expected, found in zip(theirs, ours, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+SHARDED = {
+    "fsdp": True,
+    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": 2},
+}
+REFERENCES = {
+    "a model": lambda: {"ref_model": build()},
+    "without adapters": lambda: {"peft_config": lora()},
+}
+
+
+def prefer_sharded(rank, size, folder, reference, hcps):
+    """TRL's own losses under DDP, or hcp's with parameters that FSDP2 shards over the ranks."""
+    options = {"train_sampling_strategy": "sequential", "beta": 0.5}
+    options |= {"gradient_checkpointing": False, "eval_strategy": "no"} | (SHARDED if hcps else {})
+    with contextlib.ExitStack() as stack:
+        prepare = partial(stack.enter_context, fsdp_on_cpus()) if hcps else (lambda: None)
+        trainer = made(
+            *("DPO", size, folder, preferences(), hcps, options),
+            prepare=prepare,
+            **REFERENCES[reference](),
+        )
+        losses = losses_of(trainer)
+        kinds = {type(p).__name__ for p in trainer.model.parameters()}
+    return losses, kinds
+
+
+@padded
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_preferences_under_fsdp2_take_trls_steps(reference, tmp_path):
+    """Accelerate takes FSDP2 on accelerators only; see fsdp_on_cpus."""
+    theirs = run_ranks(2, prefer_sharded, tmp_path / "theirs", reference, False)
+    ours = run_ranks(2, prefer_sharded, tmp_path / "ours", reference, True)
+    for (expected, whole), (found, sharded) in zip(theirs, ours, strict=True):
+        assert "DTensor" in sharded - whole
+        assert len(found) == 3
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
@@ -291,6 +356,7 @@ def optimize(rank, size, folder, saved, hcps, trees=False):
     return losses, seen
 
 
+@padded
 @pytest.mark.parametrize("trees", [False, True])
 def test_group_relative_policy_optimization_takes_trls_steps(trees, tmp_path):
     build().save_pretrained(saved := tmp_path / "reference")
@@ -302,6 +368,31 @@ def test_group_relative_policy_optimization_takes_trls_steps(trees, tmp_path):
         assert [trains for trains, _ in found] == [trains for trains, _ in said]
         for (_, a), (_, b) in zip(found, said, strict=True):
             assert a == pytest.approx(b, abs=1e-2)
+
+
+def optimize_sharded(rank, size, folder, hcps):
+    """TRL's own losses under DDP, or hcp's with parameters that FSDP2 shards over the ranks."""
+    options = {"num_generations": 4, "max_completion_length": 12, "num_iterations": 2}
+    options |= {"beta": 0.0, "max_steps": 4} | (SHARDED if hcps else {})
+    prompts = [{"prompt": pair["prompt"]} for pair in pairs()]
+    with contextlib.ExitStack() as stack:
+        prepare = partial(stack.enter_context, fsdp_on_cpus()) if hcps else (lambda: None)
+        given = ("GRPO", size, folder, prompts, hcps, options)
+        trainer = made(*given, prepare=prepare, reward_funcs=reward)
+        losses = losses_of(trainer)
+        kinds = {type(p).__name__ for p in trainer.model.parameters()}
+    return losses, kinds
+
+
+@padded
+def test_policies_under_fsdp2_take_trls_steps(tmp_path):
+    """Accelerate takes FSDP2 on accelerators only; see fsdp_on_cpus."""
+    theirs = run_ranks(2, optimize_sharded, tmp_path / "theirs", False)
+    ours = run_ranks(2, optimize_sharded, tmp_path / "ours", True)
+    for (expected, whole), (found, sharded) in zip(theirs, ours, strict=True):
+        assert "DTensor" in sharded - whole
+        assert len(found) == 4
+        assert found == pytest.approx(expected, abs=1e-3)
 
 
 # ---- experts -------------------------------------------------------------------------------------
@@ -361,6 +452,7 @@ def prefer_experts(rank, size, folder, hcps, coefficient):
     return losses, logged, weights_of(trainer.model)
 
 
+@padded
 def test_the_loss_of_experts_in_preference_optimization_is_that_of_each_sequence(tmp_path):
     """TRL's own of each alone, of one rank, whose batch has the sequences of both."""
     ((expected, logged, weights),) = run_ranks(1, prefer_experts, tmp_path / "1", False, BALANCE)
@@ -390,7 +482,7 @@ def train_twice(rank, size, folder, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", pytest.param("DPO", marks=padded)])
 def test_the_log_of_a_training_has_no_steps_of_the_one_before(kind, tmp_path):
     """Of three steps, the log of every second one leaves out the last."""
     ((first, second),) = run_ranks(1, train_twice, tmp_path, kind)
@@ -403,8 +495,13 @@ def test_the_log_of_a_training_has_no_steps_of_the_one_before(kind, tmp_path):
 
 def refuse(rank, size, folder):
     make = partial(made, size=size, folder=folder, hcps=True)
-    with pytest.raises(ValueError, match=r"SFTConfig\.loss_type is 'dft', expected 'nll'"):
+    said = r"SFTConfig\.loss_type is 'dft', expected nll or chunked_nll|compute_loss_func was given"
+    with pytest.raises(ValueError, match=said):  # TRL has had this loss in two ways
         make("SFT", data=pairs(), options={"loss_type": "dft"})
+
+
+def refuse_padded(rank, size, folder):
+    make = partial(made, size=size, folder=folder, hcps=True)
     experts = build_experts()
     experts.config.output_router_logits = True  # which TRL leaves as it is
     with pytest.raises(ValueError, match=r"output_router_logits is True, .* or in TRL's options"):
@@ -421,6 +518,25 @@ def refuse(rank, size, folder):
 
 def test_what_would_be_wrong_is_refused(tmp_path):
     run_ranks(1, refuse, tmp_path)
+
+
+@padded
+def test_padded_batches_that_would_be_wrong_are_refused(tmp_path):
+    run_ranks(1, refuse_padded, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer"])
+def test_a_trl_without_its_fused_head_refuses_by_name_what_needs_it(name, monkeypatch):
+    from hcp.integrations import trl as ours
+
+    lost = "trl.trainer.utils:add_fused_lm_head"
+    monkeypatch.setattr(versions, "has_seam", lambda seam: seam != lost)
+    said = rf"^trl is .*, which has no {lost}, which hcp's {name} uses: expected 1\.15 or later"
+    with pytest.raises(ImportError, match=said):
+        getattr(ours, name)
+    assert ours.SFTTrainer
+    with pytest.raises(AttributeError, match="has no attribute 'KTOTrainer'"):
+        _ = ours.KTOTrainer
 
 
 def padded_batches(rank, size):
@@ -517,12 +633,14 @@ def shared_batches(rank, size):
     return means.take()
 
 
+@padded
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_batches_that_begin_alike_are_computed_as_trees(ranks):
     metrics = run_ranks(ranks, shared_batches)
     assert metrics[0]["hcp/sequences"] == 2 * ranks  # of four each
 
 
+@padded
 def test_labels_that_are_no_next_tokens_are_no_tree():
     from hcp.integrations.trl.padded import _tree_samples
 
@@ -531,6 +649,7 @@ def test_labels_that_are_no_next_tokens_are_no_tree():
         _tree_samples(hcp.prefix_trees([sample["input_ids"]]), [sample], [sample["labels"]])
 
 
+@padded
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_padding_on_any_side_is_left_out_and_other_masks_are_refused(ranks):
     run_ranks(ranks, padded_batches)
@@ -542,6 +661,8 @@ def test_columns_that_trl_would_read_are_read():
     item = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 0], "attention_mask": [1, 1, 1]}
     (sample,) = prepared_samples(item)
     assert sample["labels"].tolist() == [6, -100, -100]
+    (sample,) = prepared_samples(item, completion_only=False)
+    assert sample["labels"].tolist() == [6, 7, -100]
     (sample,) = prepared_samples(item | {"labels": [5, -100, 7]})  # TRL made them
     assert sample["labels"].tolist() == [-100, 7, -100]
 

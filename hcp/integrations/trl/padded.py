@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from hcp.groups.process_groups import ProcessGroups
-from hcp.integrations.accelerate import check_accelerator
+from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import IGNORED
 from hcp.integrations.loader import check_model_config, domain
 from hcp.integrations.model_cost import cost_of_model
@@ -76,6 +76,7 @@ class PaddedTrainer:
         super().__init__(*positional, **keywords)
         trainer: Any = self
         _check(trainer, cp)
+        cp = with_barrier_of(trainer.accelerator, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         self._means = MeanMetrics()
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -108,10 +109,10 @@ class PaddedTrainer:
 def _check(trainer: Any, cp: Config) -> None:
     name, kind = type(trainer).__name__, str(trainer.accelerator.distributed_type)
     check_accelerator(trainer.accelerator, accumulates=True)
-    if kind.endswith("FSDP"):
+    if kind.endswith("FSDP") and not trainer.accelerator.is_fsdp2:
         raise ValueError(
-            f"the Accelerator uses FSDP, expected DDP: {name} computes several micro-batches in "
-            "one forward, which was not tested with FSDP"
+            f"the Accelerator uses FSDP 1, expected FSDP 2 or DDP: {name} computes several "
+            "micro-batches in one forward, which was not tested with FSDP 1"
         )
     if trainer.aux_loss_enabled:
         check_routers(trainer.model)

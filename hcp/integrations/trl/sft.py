@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import trl
@@ -11,15 +12,23 @@ from torch import Tensor
 from hcp.integrations.columns import MASKS, causal_lm_samples
 from hcp.integrations.transformers.trainer import Trainer
 
+COMPLETION = "completion_mask"
+PLAIN = ("nll", "chunked_nll")
+"""TRL's names of the plain cross entropy. It computes the second in chunks of rows."""
 
-def prepared_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+
+def prepared_samples(
+    item: Mapping[str, Any], *, completion_only: bool = True
+) -> list[dict[str, Tensor]]:
     """Make the samples of an item that TRL has prepared, by the columns that its collator reads.
 
     Where it has no `seq_lengths`, `position_ids` that go back to 0 count too; where it has no
-    `labels`, which TRL makes of masks, the masks do."""
+    `labels`, which TRL makes of masks, the masks do. `completion_only`: whether a
+    `completion_mask` counts, which TRL leaves in the dataset even if it does not."""
     absent = {name for name in ("seq_lengths", "labels") if item.get(name) is None}
     more = ["position_ids"] if "seq_lengths" in absent else []
-    more += MASKS if "labels" in absent else ()
+    masks = MASKS if completion_only else tuple(name for name in MASKS if name != COMPLETION)
+    more += masks if "labels" in absent else ()
     named = ("input_ids", "labels", "seq_lengths", *more)
     return causal_lm_samples({name: item[name] for name in named if name in item})
 
@@ -38,11 +47,14 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         """See `hcp.integrations.transformers.Trainer` and `trl.SFTTrainer`. Raises ValueError for
         options of TRL's that would have no effect."""
-        super().__init__(*positional, **{"to_sample": prepared_samples} | keywords)
-        if self.args.loss_type != "nll":
+        super().__init__(*positional, **keywords)
+        if keywords.get("to_sample") is None:
+            only = self.completion_only_loss
+            self.to_sample = partial(prepared_samples, completion_only=only)
+        if self.args.loss_type not in PLAIN:
             raise ValueError(
-                f"SFTConfig.loss_type is {self.args.loss_type!r}, expected 'nll': hcp computes the "
-                "plain cross entropy"
+                f"SFTConfig.loss_type is {self.args.loss_type!r}, expected {' or '.join(PLAIN)}: "
+                "hcp computes the plain cross entropy"
             )
         if self._is_vlm:
             raise ValueError(
