@@ -53,7 +53,7 @@ SEAMS = (
     "accelerate:Accelerator.gradient_accumulation_steps",
     "accelerate:Accelerator.prepare_scheduler",
     "accelerate.scheduler:AcceleratedScheduler(scheduler, step_with_optimizer, split_batches)",
-    "accelerate:ParallelismConfig(cp_size, tp_size, sp_size)",
+    "accelerate:ParallelismConfig(cp_size, tp_size)",
 )
 """The parts of Accelerate that this calls or reads."""
 
@@ -230,7 +230,7 @@ def check_accelerator(
     its CP size is for hcp. `accumulates`: it may scale the gradients of several batches."""
     parallelism = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):
-        size = 1 if parallelism is None else getattr(parallelism, name)
+        size = getattr(parallelism, name, 1)  # older ones have no sp_size
         if size > 1 and not (takes_cp and name == "cp_size"):
             raise ValueError(
                 f"parallelism_config.{name} is {size}, expected 1: hcp spreads the sequences. "
