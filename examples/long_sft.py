@@ -138,8 +138,8 @@ def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
     return SFTConfig(
         output_dir=args.output,
         max_steps=args.steps,
-        per_device_train_batch_size=args.sequences,
-        per_device_eval_batch_size=args.sequences,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
         max_length=args.max_length,
         learning_rate=args.lr,
         lr_scheduler_type="constant",
@@ -179,6 +179,7 @@ def trainer_of(args: argparse.Namespace, prepare: Any = lambda: None) -> SFTTrai
         eval_dataset=held_out,
         processing_class=tokenizer,
         linear_cross_entropy=True,
+        global_batch_size=args.sequences,
         cp=hcp.Config(
             max_seqlen_per_dp_cp_rank=2 + forecast.rows,
             eval_context_parallel_size=args.eval_cp,
@@ -211,7 +212,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=0, help="so many layers with random weights (all, trained)")
     add("--join", action="store_true", help="join texts to rows of --max-length tokens")
     add("--steps", type=int, default=20)
-    add("--sequences", type=int, default=1, help="of a step, for each rank")
+    add("--sequences", type=int, default=1, help="of a step, on all ranks together")
     add("--held-out", type=int, default=0, help="rows of the evaluation after the training")
     add("--eval-cp", type=int, help="CP size of the evaluation (default: chosen as in training)")
     add("--lr", type=float, default=1e-5)

@@ -23,6 +23,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 LENGTH = 384
 SMALL = ["--layers", "3", "--max-length", str(LENGTH), "--join", "--steps", "3", "--lr", "0.05"]
+SMALL += ["--sequences", "2"]
 
 
 @pytest.fixture(scope="module")

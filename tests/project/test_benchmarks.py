@@ -62,6 +62,8 @@ RUNS = {
         1,
         "--simulate --ranks 8 --expert-ranks 4 --sequences 4 --batches 1 --tail 1 2",
     ),
+    "bench_long": (1, "--device cpu --ranks 2 --tokens 128"),
+    "bench_trainers": (1, "--device cpu --ranks 2 --families github --contestants packing dynamic"),
     "bench_fields": (
         2,
         "--device cpu --sequences 3 --tokens 40 --images 2 --image-tokens 4 --pixels 6 --hidden 8"
@@ -119,6 +121,8 @@ RUNS = {
     "studies/exact_pipeline": (1, "--ranks 2 --sequences 3 --families P1,X3 --seeds 1"),
 }
 NEEDS = {
+    "bench_long": "trl",
+    "bench_trainers": "trl",
     "studies/exact": "ortools",
     "bench_experts": "megatron",
     "bench_megatron": "megatron",

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from hcp._validate import expect_size
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
@@ -84,6 +85,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         fused_rope: bool = True,
         linear_cross_entropy: bool = False,
         router_aux_loss_coef: float = 0.0,
+        global_batch_size: int | None = None,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
@@ -92,7 +94,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         `image_samples` takes them. `fused_rope`: see `register_hcp_attention`.
         `linear_cross_entropy`: compute losses without the logits of all rows in memory, where no
         predictions are asked for, see `causal_lm_losses`. `router_aux_loss_coef`: of the loss that
-        balances experts in training, a mean over sequences, see `router_aux_loss`. Other arguments
+        balances experts in training, a mean over sequences, see `router_aux_loss`.
+        `global_batch_size`: samples of one update on all ranks, which may be fewer than ranks; by
+        default `per_device_train_batch_size` times the ranks. Other arguments
         are those of `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
@@ -104,8 +108,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "not padded; give to_sample=, which makes a sample of an item"
             )
         check_model_config(cp)
+        if global_batch_size is not None:
+            global_batch_size = expect_size("global_batch_size", global_batch_size, "samples")
         super().__init__(*positional, **keywords)
         self.router_aux_loss_coef = self._coefficient_of_routers(router_aux_loss_coef)
+        self.global_batch_size = (
+            global_batch_size or self.args.train_batch_size * self.args.world_size
+        )
         _check(self)
         check_model(self.model)
         check_softcap(self.model, self.args.device, compute_dtype(self.args, self.model))
@@ -143,7 +152,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.train_dataset,
             self.cp_config,
             self.cp_groups,
-            global_batch_size=self.args.train_batch_size * self.args.world_size,
+            global_batch_size=self.global_batch_size,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
             load_workers=self.args.dataloader_num_workers,
@@ -167,7 +176,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if named
             else [self._length_of(item) for item in self.train_dataset]
         )
-        batch = self.args.train_batch_size * self.args.world_size
+        batch = self.global_batch_size
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
 
         def order(epoch: int) -> list[int]:
