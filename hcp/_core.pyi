@@ -292,7 +292,7 @@ class Rebinding:
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
-TimesOrFunction = (
+_TimesOrFunction = (
     tuple[Sequence[int], Sequence[int], Sequence[int]]
     | tuple[Sequence[int], Sequence[int], Callable[[int, int], float], float]
 )
@@ -314,7 +314,7 @@ def plan_bound(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: TimesOrFunction | None,
+    table: _TimesOrFunction | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> tuple[int, int]: ...
@@ -323,7 +323,7 @@ def create_plan(
     limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
-    table: TimesOrFunction | None,
+    table: _TimesOrFunction | None,
     pairs: Sequence[int] | None,
     effort: int,
 ) -> Plan: ...
