@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.ranks import run_ranks
 
 import hcp
 from hcp.step.dispatch import gather_masks
@@ -47,16 +46,13 @@ def rollouts(rank):
     return made
 
 
-def train(rank, size):
+def train(groups, model, alone):
     """Losses and gradients of a weighted sum of log-probabilities: trees, and each alone."""
-    from hcp.integrations.transformers import register_hcp_attention
     from hcp.integrations.transformers.model import causal_lm_logits
 
+    rank, size = groups.transport.rank, groups.transport.size
     own = rollouts(rank)
     factors = [torch.linspace(-1, 1, len(each), dtype=torch.float64).cos() for each in own]
-    model, alone = build(), build()
-    register_hcp_attention(model)
-    groups = hcp.build_process_groups()
     trees = hcp.prefix_trees(own)
     sums = trees.summed([torch.nn.functional.pad(x[:-1], (0, 1)) for x in factors])
     samples = [
@@ -84,6 +80,12 @@ def train(rank, size):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_trees_have_the_losses_and_gradients_of_rollouts_alone(ranks):
-    totals, expected, found, grads = map(sum, zip(*run_ranks(ranks, train), strict=True))
+    from hcp.integrations.transformers import register_hcp_attention
+
+    models = [(build(), build()) for _ in range(ranks)]
+    for model, _ in models:
+        register_hcp_attention(model)
+    results = hcp.loopback(ranks, lambda groups: train(groups, *models[groups.transport.rank]))
+    totals, expected, found, grads = map(sum, zip(*results, strict=True))
     torch.testing.assert_close(totals, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(found, grads, rtol=0, atol=1e-10)
