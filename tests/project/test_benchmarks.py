@@ -101,7 +101,7 @@ RUNS = {
         "--device cpu --prompt 40 --answers 3 --answer 9 --heads 4 2 --head-dim 8 --rounds 1"
         " --dtype float32",
     ),
-    "bench_trees": (
+    "bench_rollouts": (
         2,
         "--device cpu --prompts 30 --answers 3 --answer 7 --layers 1 --width 16 --inner 24"
         " --heads 2 1 --head-dim 8 --vocabulary 40 --rounds 1 --dtype float64",

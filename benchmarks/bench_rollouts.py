@@ -1,8 +1,8 @@
 """Train a small decoder of Qwen3's kind on one prompt with many answers, forward and backward: as a
 prefix tree (hcp.prefix_trees), packed under dynamic CP, and packed under CP over all ranks.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_trees.py [--prompts 8000 16000 32000]
-    python benchmarks/bench_trees.py --device cpu --prompts 200 --answer 20      one rank
+    torchrun --nproc-per-node 2 benchmarks/bench_rollouts.py [--prompts 8000 16000 32000]
+    python benchmarks/bench_rollouts.py --device cpu --prompts 200 --answer 20      one rank
 
 Columns, one row for each length of the prompt and each way:
   rows     tokens of the batch
@@ -90,7 +90,7 @@ class Way:
         trees: hcp.Trees,
         weights: list[Tensor],
         groups: hcp.ProcessGroups,
-        **limits: int,
+        min_degree: int,
     ) -> None:
         device, rank = groups.transport.device, dist.get_rank()
         labels = [each.clamp(min=0) for each in trees.labels]
@@ -102,11 +102,15 @@ class Way:
         ranks = dist.get_world_size()
         most = 2 * -(-max(self.rows, 1) // ranks)
         plan = hcp.plan(
-            trees.lengths, masks=trees.masks, ranks=ranks, max_tokens_per_rank=most, **limits
+            trees.lengths,
+            masks=trees.masks,
+            ranks=ranks,
+            max_tokens_per_rank=most,
+            min_degree=min_degree,
         )
         own = samples if rank == 0 else []
-        sources, types = [0] * len(samples), ["all_gather"]
-        self.step = hcp.dispatch(plan, own, sources, groups, comm_types=types)
+        sources = [0] * len(samples)
+        self.step = hcp.dispatch(plan, own, sources, groups, comm_types=("all_gather",))
 
     def __call__(self) -> list[Tensor]:
         """The log-probabilities of each micro-batch's rows."""
@@ -155,11 +159,10 @@ def ways_of(
     weights = [F.pad(torch.ones(args.answer), (prompt - 1, 1)) for _ in rollouts]
     tree = hcp.prefix_trees(rollouts)
     alone = hcp.prefix_trees(rollouts, max_tokens=prompt + args.answer)
-    given = {"packed": ({}, alone), "fixed": ({"min_degree": dist.get_world_size()}, alone)}
-    given["tree"] = ({}, tree)
+    given = {"packed": (1, alone), "fixed": (dist.get_world_size(), alone), "tree": (1, tree)}
     return {
-        name: Way(model, trees, weights, groups, **limits)
-        for name, (limits, trees) in given.items()
+        name: Way(model, trees, weights, groups, min_degree)
+        for name, (min_degree, trees) in given.items()
     }
 
 
