@@ -10,7 +10,7 @@
 
 /* After the sections: (row, rows) of each record of PATHS. */
 enum { RUNS = HCP_TREES_SECTION_COUNT, LIST_COUNT };
-_Static_assert((int)LIST_COUNT <= (int)HCP__LISTS_MAX, "a table has room for every list");
+_Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,

@@ -64,10 +64,13 @@ COMPUTED = [word for i in PLAN.micro_batches[0][0].sequences for word in (0, LEN
 TAKERS = [3] * 64, 3, [1] * 64, RUNS, COMPUTED
 PAYLOAD = PLAN.core.payload("even", LENGTHS, None, TAKERS)
 
+TOKENS = bytes(8 * sum(LENGTHS))
+
 RELEASED: dict[str, Callable[[], Any]] = {
     "plan": lambda: hcp.plan(LENGTHS, **REQUEST),
     "bound": lambda: lower_bound(LENGTHS, **REQUEST),
     "plan of given groups": lambda: hcp.Plan.from_dict(PLAN.to_dict()),
+    "prefix trees": lambda: _core.trees(TOKENS, 8, LENGTHS, 0, 1, 0, 0, None),
     "masks": lambda: PLAN.with_masks([hcp.Mask.causal(n) for n in LENGTHS]),
     "layout": lambda: _core.create_layout(PLAN.core, 0, 5),
     "dispatch": lambda: PLAN.core.route_dispatch([3] * 64, 3, 0, 1, False),
