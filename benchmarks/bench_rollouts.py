@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(n) for n in (width, width, size, size))
         self.size = size
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: object) -> Tensor:
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: Any) -> Tensor:
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.size))
         q, k, v = qkv.split(self.split, 1)
         q, k = self.norms[2](q), self.norms[3](k)
