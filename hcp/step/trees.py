@@ -82,11 +82,6 @@ def prefix_trees(
     return Trees(TreeTable(tensor_of(words, torch.int64)), tokens, lengths)
 
 
-def _limit(name: str, given: int | None) -> int:
-    """As the core has it: 0 is none."""
-    return 0 if given is None else expect_size(name, given)
-
-
 def _prices_of(cost: CostModel) -> tuple[int, ...]:
     if cost.table is not None or cost.function is not None:
         raise ValueError(
