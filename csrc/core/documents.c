@@ -125,24 +125,19 @@ static void find_all(const hcp_plan *plan, hcp__documents *made, char *crossed, 
   }
 }
 
-/* Returns 0 when out of memory. */
-static int find_stretches(const hcp_plan *plan, hcp__documents *made, const char *branching) {
-  made->stretches = NULL;
-  if (made->branching >= 0) made->stretches = hcp__stretches_create(plan, branching);
-  return made->branching < 0 || made->stretches != NULL;
-}
-
-int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents) {
+int hcp__documents_create(const hcp_plan *plan, char *branching, hcp__documents **documents) {
   *documents = NULL;
   if (plan->masks->first_run == NULL) return 1;
   size_t n = (size_t)plan->n, runs = (size_t)plan->masks->first_run[n];
   hcp__documents *made = malloc(sizeof *made + (n + 1 + n + runs) * sizeof(int64_t));
-  char *crossed = malloc(runs + 1 + n);
+  char *crossed = malloc(runs + 1);
   if (made != NULL && crossed != NULL) {
-    find_all(plan, made, crossed, crossed + runs + 1);
-    if (find_stretches(plan, made, crossed + runs + 1)) *documents = made;
+    find_all(plan, made, crossed, branching);
+    made->stretches = NULL;
+    *documents = made;
+  } else {
+    free(made);
   }
-  if (*documents == NULL) free(made);
   free(crossed);
   return *documents != NULL;
 }

@@ -199,9 +199,11 @@ typedef struct hcp__documents {
   const int64_t *starts;     /* tokens, of each sequence from first[i] on   */
 } hcp__documents;
 
-/* Of a plan that has its masks. *documents is NULL where no sequence has positions of its own.
- * Returns 0 when out of memory. */
-int hcp__documents_create(const hcp_plan *plan, hcp__documents **documents);
+/* Of a plan that has its masks, without stretches. *documents is NULL where no sequence has
+ * positions of its own; branching[i], of n, says whether a sequence has branches. Returns 0 when
+ * out of memory.
+ */
+int hcp__documents_create(const hcp_plan *plan, char *branching, hcp__documents **documents);
 void hcp__documents_release(hcp__documents *documents);
 
 /* Documents of a sequence, 1 without masks; the number of the one that has a token; its tokens. */
@@ -250,8 +252,6 @@ void hcp__append(hcp__lists *lists, int32_t section, const int64_t *record);
 /* Appends the record of a stage of a schedule, whose other records come before it. */
 void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t keys,
                     int64_t relayed);
-/* Appends the ranks of a schedule's group that compare their calls. */
-void hcp__append_callers(hcp__lists *lists, const hcp_plan *plan, const hcp_group *group);
 /* Appends (row, rows), joined to the last record when it continues that. */
 void hcp__append_rows(hcp__lists *lists, int32_t section, int64_t row, int64_t rows);
 /* Appends (peer, row, rows) of each rank with rows: those from starts[peer] up to the next. */

@@ -159,6 +159,20 @@ void hcp__masks_release(hcp_plan *plan) {
   plan->mask_count = 0;
 }
 
+/* Where documents and stretches of trees begin. Returns 0 when out of memory. */
+static int find_documents(hcp_plan *plan) {
+  hcp__documents *documents = NULL;
+  char *branching = malloc((size_t)plan->n + 1);
+  int found = branching != NULL && hcp__documents_create(plan, branching, &documents);
+  if (documents != NULL && documents->branching >= 0) {
+    documents->stretches = hcp__stretches_create(plan, branching);
+    found = documents->stretches != NULL;
+  }
+  free(branching);
+  plan->documents = documents;
+  return found;
+}
+
 hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t mask_count,
                               hcp_error *err) {
   hcp_status status = check(plan, masks, mask_count, err);
@@ -167,9 +181,7 @@ hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t ma
   plan->masks = copy_of(masks, mask_count, plan->n);
   plan->cuts = (const hcp__cut *const *)cuts;
   plan->mask_count = mask_count;
-  hcp__documents *documents = NULL;
-  int made = cuts != NULL && plan->masks != NULL && hcp__documents_create(plan, &documents);
-  plan->documents = documents;
+  int made = cuts != NULL && plan->masks != NULL && find_documents(plan);
   if (!made || !make_cuts(plan, cuts)) {
     hcp__masks_release(plan);
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for the masks of a plan");

@@ -797,6 +797,13 @@ static void stages(builder *b, hcp_comm_type comm_type) {
   append_output_runs(b);
 }
 
+/* The ranks of the group that compare their calls. */
+static void append_callers(hcp__lists *lists, const hcp_plan *plan, const hcp_group *group) {
+  for (int32_t j = 0; group->degree > 2 && j < group->degree; j++)
+    if (hcp__rank_rows(plan, group, j) + hcp__padding(plan, group, j) > 0)
+      hcp__append(lists, HCP_SCHEDULE_CALLERS, (const int64_t[]){group->first_rank + j});
+}
+
 static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *err) {
   size_t ranks = (size_t)b->view.group->degree;
   int64_t *places = calloc(4 * ranks, sizeof *places);
@@ -812,7 +819,7 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
     for (int32_t k = 0; k < b->view.degree; k++)
       hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
                   (const int64_t[]){peer_of(b, k), place_rows(b, k)});
-    hcp__append_callers(&b->lists, b->view.plan, b->view.group);
+    append_callers(&b->lists, b->view.plan, b->view.group);
   }
   hcp__view_close(&b->view);
   free(b->seen.list);

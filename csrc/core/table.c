@@ -243,12 +243,6 @@ void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t k
           hcp__records(lists, HCP_SCHEDULE_RELAY_RECEIVES), sent, received, keys, relayed});
 }
 
-void hcp__append_callers(hcp__lists *lists, const hcp_plan *plan, const hcp_group *group) {
-  for (int32_t j = 0; group->degree > 2 && j < group->degree; j++)
-    if (hcp__rank_rows(plan, group, j) + hcp__padding(plan, group, j) > 0)
-      hcp__append(lists, HCP_SCHEDULE_CALLERS, (const int64_t[]){group->first_rank + j});
-}
-
 void hcp_schedule_set_header(hcp_table *schedule, const hcp_schedule_header *header) {
   memcpy(schedule->words, header, sizeof *header);
 }
