@@ -1,8 +1,8 @@
 """Attention's results, kept for a recomputation of its layer, which then does not attend again.
 
-Activation checkpointing computes a layer twice. Over long sequences attention is most of that, and
-its result is small beside what the layer computes: its output and log-sum-exp are kept, and the
-second computation gets them back. It exchanges nothing.
+Activation checkpointing computes a layer twice. Over long sequences attention takes most of that
+time, and its result little memory beside what the layer makes: output and log-sum-exp are kept, and
+the second computation gets them back, without exchanging anything.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class TreeValues:
             local: this rank's rows of it.
 
         Raises:
-            ValueError: the samples have not these fields.
+            ValueError: the samples lack these fields.
         """
         absent = [name for name in (TREE_ROWS, TREE_SIZES, TREE_PATHS) if name not in local]
         if absent:

@@ -7,7 +7,8 @@ log_probs = trees.by_rollout(step.combine(...))         # values of trees -> of 
 
 Row j of a rollout holds its token j, and its target is token j + 1. Rollouts share it where they
 have the same tokens up to j + 1. So a row has one target, and the row before a branch is there once
-for each branch. The last row of a rollout has no target, and belongs to it alone.
+for each branch. The last row of a rollout has no target, and belongs to it alone: it is a leaf. A
+part of a tree is a run of rows that the same rollouts share.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ class Machine:
     """Where a model trains."""
 
     ranks: int
+    """Over which a sequence is spread."""
     device_bytes: int
     """Of one device, for torch: less what CUDA and NCCL take, and a part for fragments."""
     host_bytes: int = 0
@@ -140,7 +141,9 @@ class Forecast:
     phases: Mapping[str, int]
     """The most bytes in each phase of a step."""
     host_bytes: int
+    """Of the host, for one rank."""
     limit: int
+    """``Machine.device_bytes``."""
 
     def told(self) -> str:
         """Return the prediction in words, for a log before the first step."""

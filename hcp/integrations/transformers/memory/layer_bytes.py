@@ -79,7 +79,7 @@ class ModelBytes:
 
 
 def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> ModelBytes:
-    """Count the bytes of a model by its configuration alone, in milliseconds and without memory.
+    """Count the bytes of a model by its configuration alone, in seconds and without its memory.
 
     Args:
         config: of a causal language model of Transformers.
