@@ -162,7 +162,7 @@ def test_what_a_schedule_says_equals_what_slow_python_reads(seed: int) -> None:
     assert found == slow.sections_of(words, count, _core.SCHEDULE_SECTIONS)
     assert list(header) == words[:count].tolist()
     names = [name for name, _ in _core.SCHEDULE_SECTIONS]
-    wanted = [found[names.index(name)] for name in ("SIZES", "STAGES")]
+    wanted = [found[names.index(name)] for name in ("SIZES", "STAGES", "KEY_OWNERS")]
     assert list(sizes) == slow.schedule_sizes(words, wanted)
     schedule = Schedule(words)
     assert (schedule.comm_type, schedule.window) == (comm_type, (sizes[6], sizes[7]))

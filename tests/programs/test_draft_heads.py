@@ -214,6 +214,7 @@ EACH = [[n] for n in DOCUMENTS]
 def wide() -> Iterator[None]:
     """The example makes angles and masks of the default dtype."""
     torch.set_default_dtype(torch.float64)
+    made(False), made(True)  # before ranks, which are threads, ask for them at once
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -379,7 +379,9 @@ OUTSIDE = {
     "rows": 0,
     "scan.span_cu_seqlens": [0],
     "whole.cu_seqlens": [0],
+    "whole.parents": [],
     "whole.row_indices": [],
+    "whole.stretch_cu_seqlens": [0],
 }
 """Of a handler's public names, those that give no rows, and what they give there."""
 

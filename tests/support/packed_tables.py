@@ -103,8 +103,10 @@ def sections_of(
 
 
 def schedule_sizes(words: Tensor, found: Sequence[tuple[int, int, int]]) -> list[int]:
-    """``found``: the places of SIZES and of STAGES."""
-    (sizes, *_), (stages, *_) = found
+    """``found``: the places of SIZES, STAGES and KEY_OWNERS."""
+    (sizes, *_), (stages, *_), (first, end, _) = found
     *rows, left, right = words[sizes : sizes + 8].tolist()
     limits = [-1 if limit == 2**40 else limit for limit in (left, right)]
-    return [*rows, *limits, int(words[stages + 11])]
+    owned = words[first + 1 : end : 2].tolist()
+    staged = max([0, *owned, *(sum(owned) - own for own in owned)])
+    return [*rows, *limits, int(words[stages + 11]), staged]
