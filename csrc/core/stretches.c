@@ -119,20 +119,43 @@ static int64_t find_parent(const search *of, int64_t token) {
   return parent_among(of, token, sees_before);
 }
 
-/* Whether a token sees tokens before it that are not on the path that ends at another. */
-static int sees_beside(const search *of, int64_t token, int64_t path) {
+/* Whether tokens of [begin, end), which all lie in one part, see tokens before that part which are
+ * not on the path that ends at its parent. Keys of neighbours in a slice touch: those of all of
+ * them have no gap. */
+static int see_beside(const search *of, const hcp_slice *x, int64_t begin, int64_t end,
+                      const int64_t *part) {
+  begin = hcp__most(begin, hcp__most(x->query_begin, x->key_begin - x->high));
+  end = hcp__least(end, hcp__least(x->query_end, x->key_end - x->low));
+  if (begin >= end) return 0;
+  hcp__piece last = keys_of(x, end - 1);
+  int64_t first = keys_of(x, begin).start, stop = hcp__least(part[0], last.start + last.rows);
+  return first < stop && count_on_path(of, first, stop, part[1]) < stop - first;
+}
+
+/* The first token of a part that sees tokens before the part beside its path; NONE: there is
+ * none. */
+static int64_t beside_in(const search *of, const int64_t *part, int64_t part_end) {
   for (int32_t m = 0; m < of->plan->mask_count; m++) {
     const hcp_masks *mask = &of->plan->masks[m];
     for (int64_t i = mask->first[of->sequence]; i < mask->first[of->sequence + 1]; i++) {
       const hcp_slice *x = &mask->slices[i];
-      if (x->query_begin > token) break; /* they ascend */
-      if (x->query_end <= token) continue;
-      hcp__piece keys = keys_of(x, token);
-      int64_t end = hcp__least(token, keys.start + keys.rows);
-      if (keys.start < end && count_on_path(of, keys.start, end, path) < end - keys.start) return 1;
+      if (x->query_begin >= part_end) break; /* they ascend */
+      if (x->query_end <= part[0] || !see_beside(of, x, part[0], part_end, part)) continue;
+      int64_t token = part[0];
+      while (!see_beside(of, x, token, token + 1, part)) token++;
+      return token;
     }
   }
-  return 0;
+  return NONE;
+}
+
+static int64_t find_beside(const search *of) {
+  int64_t count = hcp__records(of->lists, PARTS), token = NONE;
+  for (int64_t i = 0; i < count && token == NONE; i++)
+    token = beside_in(of, hcp__record(of->lists, PARTS, i),
+                      i + 1 < count ? hcp__record(of->lists, PARTS, i + 1)[0]
+                                    : of->plan->lengths[of->sequence]);
+  return token;
 }
 
 static void find_candidates(const search *of) {
@@ -157,12 +180,11 @@ static int64_t find_parts(const search *of) {
     last = token;
     int64_t parent = find_parent(of, token);
     int jumps = position_of(of, token) != position_of(of, token - 1) + 1;
-    int64_t path = parent >= 0 || (parent == NONE && jumps) ? parent : token - 1;
-    if ((parent == UNCLEAR && jumps) || sees_beside(of, token, path)) return token;
+    if (parent == UNCLEAR && jumps) return token;
     if (parent >= 0 || (parent == NONE && jumps))
       hcp__append(of->lists, PARTS, (const int64_t[]){token, parent});
   }
-  return NONE;
+  return of->lists->failed ? NONE : find_beside(of);
 }
 
 /* ---- stretches ---- */

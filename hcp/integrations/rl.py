@@ -164,28 +164,69 @@ def rollout_trees(
     `samples`: of the rollouts, whole, with the same fields. `tokens`: the field of their tokens.
     `summed`: fields (tokens, ...) of which a row gets the sum over the rollouts through it: weights
     of losses, and their products with advantages. Of other fields (tokens, ...) a row gets the
-    value of the first rollout: labels, old log-probabilities. A number of each rollout becomes a
-    payload (rollouts,), a string or a tuple of each one value of Python's. `options`: of
-    `hcp.prefix_trees`.
+    value of the first rollout that has a weight there, else of the first one: labels, old
+    log-probabilities. A number of each rollout becomes a payload (rollouts,), a string or a tuple
+    of each one value of Python's. `options`: of `hcp.prefix_trees`.
 
     Plan `trees.lengths` with `masks=trees.masks`. `trees.by_rollout` gives results back to the
-    rollouts, in the order of the samples. Raises ValueError for samples of different fields.
+    rollouts, in the order of the samples. Raises ValueError for samples of different fields, and
+    for integers that differ between rollouts which have a weight in the same row.
     """
     _expect_same_fields(samples)
     rows: list[Any] = [sample[tokens] for sample in samples]
     trees = prefix_trees(rows, **options)
     made: list[dict[str, Any]] = [*trees.fields()]
     rules: dict[str, str | Payload] = dict(Trees.RULES)
-    for name in samples[0] if samples else ():
+    names = list(samples[0]) if samples else []
+    weights = [[sample[name] for sample in samples] for name in summed if name in names]
+    chosen = _Chosen(trees, weights)
+    for name in names:
         values: list[Any] = [sample[name] for sample in samples]
         if isinstance(values[0], Tensor) and values[0].dim():
-            columns: list[Any] = (trees.summed if name in summed else trees.first)(values)
+            columns: list[Any] = trees.summed(values) if name in summed else chosen.of(name, values)
         else:
             columns = trees.by_tree(values)
             rules[name] = Payload("whole") if isinstance(columns[0], Tensor) else "value"
         for sample, column in zip(made, columns, strict=True):
             sample[name] = column
     return trees, made, rules
+
+
+class _Chosen:
+    """Of the rollouts through a row, the one that says its values: the first that has a weight
+    there. Elsewhere, as in a history without a loss, others may have other labels."""
+
+    def __init__(self, trees: Trees, weights: Sequence[Sequence[Any]]) -> None:
+        """`weights`: fields (tokens, ...) of all rollouts. Without any, every row counts."""
+        self._trees, rows = trees, sum(trees.lengths)
+        places = list(torch.arange(rows).split(trees.lengths)) if rows else []
+        self._row = torch.cat([torch.empty(0, dtype=torch.int64), *trees.by_rollout(places)])
+        self._counts = torch.full_like(self._row, not weights, dtype=torch.bool)
+        for field in weights:
+            self._counts |= _any_of(torch.cat(list(field)) != 0)
+        tokens = torch.arange(len(self._row))
+        late = tokens.where(self._counts, tokens + len(tokens))
+        first = torch.full((rows,), 2 * len(tokens))
+        self._token = first.scatter_reduce_(0, self._row, late, "amin") % max(1, len(tokens))
+
+    def of(self, name: str, values: Sequence[Tensor]) -> list[Tensor]:
+        """Of each tree, (rows, ...)."""
+        self._trees.first(values)  # refuses values of other lengths
+        joined = torch.cat(list(values))
+        rows = joined[self._token.to(joined.device)]
+        if not (joined.is_floating_point() or joined.is_complex()):
+            differs = _any_of(joined != rows[self._row.to(joined.device)])
+            if bool((differs & self._counts).any()):
+                raise ValueError(
+                    f"samples have other {name!r} in rows that they share, and weights in both, "
+                    "expected equal ones: a row has one value. Leave the field out, or sum it"
+                )
+        return list(rows.split(self._trees.lengths))
+
+
+def _any_of(x: Tensor) -> Tensor:
+    """(tokens,) on the CPU, of bools (tokens, ...)."""
+    return x.flatten(1).any(1).cpu() if x.dim() > 1 else x.cpu()
 
 
 def _expect_same_fields(samples: Sequence[Given]) -> None:

@@ -124,6 +124,11 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
         others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
         made = {name: _in_tensor(x, name, i, rules) for name, x in others.items()}
         for name, x in sample.items():
+            if isinstance(x, Tensor) and rules.get(name) in AS_BYTES and not _are_bytes(x):
+                raise ValueError(
+                    f"samples[{i}][{name!r}] is a tensor {tuple(x.shape)} of {x.dtype}, expected "
+                    f"{_FOR_BYTES[str(rules[name])]}"
+                )
             if isinstance(x, Tensor) and not _has_rows(x):
                 raise ValueError(
                     f"samples[{i}][{name!r}] is nested, sparse, quantized or without data "
@@ -131,6 +136,11 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
                     "sample (unbind)"
                 )
         yield {**sample, **made} if made else sample  # type: ignore[dict-item, misc]
+
+
+def _are_bytes(value: Tensor) -> bool:
+    """Whether a value was made into bytes already: samples of ``gather_lengths`` are dispatched."""
+    return value.dtype == torch.uint8 and value.dim() == 1
 
 
 def _has_rows(value: Tensor) -> bool:
@@ -145,7 +155,8 @@ def _in_tensor(value: Any, name: str, i: int, rules: Rules) -> Tensor:
     if rule == TEXT and isinstance(value, str):
         return _bytes_of(value.encode())
     if rule == VALUE and _is_plain(value):
-        return _bytes_of(json.dumps(value).encode())
+        said = json.dumps(value, ensure_ascii=False)  # escapes would join lone surrogates
+        return _bytes_of(said.encode(errors="surrogatepass"))
     number = isinstance(value, float | int) or getattr(value, "shape", None) == ()
     if number and rule == PER_SEQUENCE:
         try:
@@ -200,7 +211,10 @@ def from_bytes(rule: object, rows: Tensor, cu_seqlens: Tensor) -> tuple[Any, ...
     """Return the value of each sequence, given the bytes of all of them and their bounds.
     ``rule``: one of AS_BYTES."""
     joined, bounds = bytes(rows.tolist()), cu_seqlens.tolist()
-    texts = [joined[start:end].decode() for start, end in itertools.pairwise(bounds)]
+    texts = [
+        joined[start:end].decode(errors="surrogatepass")
+        for start, end in itertools.pairwise(bounds)
+    ]
     return tuple(texts if rule == TEXT else (_in_tuples(json.loads(text)) for text in texts))
 
 

@@ -96,6 +96,14 @@ NO_TREES: dict[str, tuple[Mask, str]] = {
         Mask(6, [*Mask.tree([2, 2, 2], [-1, 0, 0]).slices, ((4, 6), (2, 3))], [(0, 0), (4, 2)]),
         "token 4 goes on from one earlier token, at position 1,",
     ),
+    "a branch whose later tokens see beside its path": (
+        Mask(
+            8,
+            [*Mask.tree([2, 3, 3], [-1, 0, 0]).slices, ((5, 8), (2, 4), "causal")],
+            [(0, 0), (5, 2)],
+        ),
+        "token 6 goes on from one earlier token, at position 2,",
+    ),
     "a branch after a gap": (
         Mask(6, Mask.tree([2, 2, 2], [-1, 0, 0]).slices, [(0, 0), (4, 9)]),
         "token 4 goes on from one earlier token, at position 8,",

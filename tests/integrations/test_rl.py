@@ -291,3 +291,41 @@ def test_rollouts_of_different_fields_are_refused():
 def test_no_rollouts_are_no_trees():
     trees, samples, rules = rollout_trees([])
     assert (len(trees), samples, rules) == (0, [], dict(hcp.Trees.RULES))
+
+
+def turns_of_an_agent():
+    """Two samples that begin alike; the later turn has no loss in its history."""
+    later = {
+        "input_ids": torch.tensor([1, 2, 3, 4, 5, 6]),
+        "labels": torch.tensor([-100, -100, -100, -100, 6, -100]),
+        "old": torch.tensor([0, 0, 0, 0, -0.5, 0.0]).double(),
+        "loss_mask": torch.tensor([0, 0, 0, 0, 1.0, 0]).double(),
+    }
+    earlier = {
+        "input_ids": torch.tensor([1, 2, 3, 4]),
+        "labels": torch.tensor([-100, 3, 4, -100]),
+        "old": torch.tensor([0, -1, -2, 0.0]).double(),
+        "loss_mask": torch.tensor([0, 1.0, 1, 0]).double(),
+    }
+    return [later, earlier]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_row_has_the_values_of_a_rollout_with_a_weight_there(order):
+    batch = [turns_of_an_agent()[i] for i in order]
+
+    def loss(sample):
+        logits = weights().detach()[sample["input_ids"]]
+        own = -F.cross_entropy(logits, sample["labels"].clamp(max=11), reduction="none")
+        return -((own - sample["old"]).exp() * sample["loss_mask"]).sum()
+
+    trees, samples, _ = rollout_trees(batch)
+    assert len(trees) == 1
+    torch.testing.assert_close(sum(map(loss, samples)), sum(map(loss, batch)))
+
+
+def test_integers_that_differ_where_two_rollouts_have_weights_are_refused():
+    later, earlier = turns_of_an_agent()
+    later["loss_mask"][1] = 1
+    with pytest.raises(ValueError, match="samples have other 'labels' in rows that they share"):
+        rollout_trees([later, earlier])

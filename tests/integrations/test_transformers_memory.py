@@ -229,6 +229,17 @@ def test_a_recomputed_layer_does_not_compute_its_mlp_a_third_time():
     assert max(rows) == 5
 
 
+def test_chunks_have_no_second_derivative():
+    from hcp.integrations.transformers.memory.row_chunks import InChunks
+
+    mlp = build().model.layers[0].mlp
+    x = torch.randn(1, 11, 32, dtype=torch.float64, requires_grad=True)
+    out = InChunks(mlp, 4, None)(x).square().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad.square().sum() + x.sum()).backward()
+
+
 def test_a_graph_may_be_walked_twice():
     from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, memory
 

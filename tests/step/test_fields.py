@@ -491,3 +491,22 @@ def test_results_of_a_payload_without_tokens_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"fields\['image'\] has no tokens=, expected the tokens"):
         hcp.loopback(1, call)
+
+
+def value_of(given: Any) -> Any:
+    def call(groups: Any) -> Any:
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+        samples = [{"rows": torch.arange(5), "value": given}]
+        ((_, local),) = hcp.dispatch(plan, samples, [0], groups, fields={"value": "value"})
+        return local.value
+
+    return hcp.loopback(1, call)[0][0]
+
+
+def test_a_tensor_is_no_value_of_pythons() -> None:
+    with pytest.raises(ValueError, match=r"a tensor \(2,\) of torch.int64, expected None, a bool"):
+        value_of(torch.tensor([49, 50]))  # whose bytes would be those of 12
+
+
+def test_surrogates_stay_alone() -> None:
+    assert value_of(("\ud83d\ude00", "\ud800", "é")) == ("\ud83d\ude00", "\ud800", "é")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 NAMES = ("mlp", "feed_forward")
@@ -109,6 +110,7 @@ class _Chunks(torch.autograd.Function):
         return _by_chunks(forward, hidden, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         hidden: Tensor = ctx.hidden if ctx.held is None else ctx.held.saved_tensors[0]
         grad_hidden, sums = torch.zeros_like(hidden), [None] * len(ctx.parameters)
