@@ -229,6 +229,28 @@ def test_a_recomputed_layer_does_not_compute_its_mlp_a_third_time():
     assert max(rows) == 5
 
 
+def test_a_number_and_its_conjugate_are_two():
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from hcp.integrations.transformers.memory.host import HostCopies
+
+    def gradient(copies):
+        x, weight = (torch.randn(9, dtype=torch.complex128, generator=made) for _ in range(2))
+        weight.requires_grad_()
+        with saved_tensors_hooks(copies.pack, copies.unpack):
+            total = (x * weight + x.conj() * weight * weight).abs().sum()
+        total.backward()
+        return weight.grad
+
+    class Stay:
+        pack = unpack = staticmethod(lambda x: x)
+
+    made = torch.Generator().manual_seed(1)
+    expected = gradient(Stay)
+    made = torch.Generator().manual_seed(1)
+    assert torch.equal(gradient(HostCopies(torch.device("cpu")).layer([])), expected)
+
+
 def test_chunks_have_no_second_derivative():
     from hcp.integrations.transformers.memory.row_chunks import InChunks
 

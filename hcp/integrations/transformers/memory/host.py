@@ -64,7 +64,8 @@ class LayerCopies:
     def pack(self, tensor: Tensor) -> Tensor | Parked:
         if not self._goes(tensor):
             return tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # of the same memory
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), kind, tensor._version)
         if key not in self._known:  # several operators save the same
             self._known[key] = tensor, Parked(tensor.detach(), self._host)
             self._parked.append(weakref.ref(self._known[key][1]))
