@@ -270,8 +270,10 @@ class Trees:
             )
         if any(value is None or isinstance(value, str | tuple) for value in values):
             return [tuple(values[i] for i in own) for own in self.rollouts]
-        given = [torch.as_tensor(value) for value in values]
-        return [torch.stack([given[i] for i in own]) for own in self.rollouts]
+        if not values:
+            return []
+        given = torch.stack([torch.as_tensor(value) for value in values])  # of one dtype
+        return [given[list(own)] for own in self.rollouts]
 
     def fields(self) -> list[dict[str, Tensor]]:
         """Give fields of each tree's sample, which :class:`TreeValues` reads on the ranks that

@@ -169,6 +169,9 @@ def test_equal_rollouts_share_all_but_their_last_rows() -> None:
     ends = trees.ends([torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0])])
     assert [float(each) for each in ends] == [1.0, 2.0, 3.0]
     assert [each.tolist() for each in trees.by_tree([7, 8, 9])] == [[7, 8, 9]]
+    apart = hcp.prefix_trees([[1, 2], [3, 4]])  # integers and floats travel as one dtype
+    assert [each.tolist() for each in apart.by_tree([1, 0.5])] == [[1.0], [0.5]]
+    assert {each.dtype for each in apart.by_tree([1, 0.5])} == {torch.float32}
     assert trees.by_tree(["a", None, ("b", 1)]) == [("a", None, ("b", 1))]
 
 

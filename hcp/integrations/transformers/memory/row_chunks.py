@@ -61,7 +61,7 @@ class InChunks:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         forward: Forward = self.before or partial(type(self.part).forward, self.part)
-        if hidden.shape[0] != 1 or hidden.shape[1] <= self.rows:
+        if hidden.dim() < 3 or hidden.shape[0] != 1 or hidden.shape[1] <= self.rows:
             return forward(hidden)
         if not torch.is_grad_enabled():
             return _by_chunks(forward, hidden, self.rows)
