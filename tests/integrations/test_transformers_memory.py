@@ -353,6 +353,16 @@ def test_a_choice_that_does_not_suit_is_refused(changes, message):
         memory.apply(build(), memory.Choice(**changes))
 
 
+def test_an_mlp_that_drops_out_by_a_function_is_refused():
+    from hcp.integrations.transformers import memory
+
+    model = build("starcoder2", residual_dropout=0.25)
+    choice = memory.Choice(("recompute",) * 4, chunk_rows=4)
+    with pytest.raises(ValueError, match=r"Starcoder2MLP.residual_dropout drops out 0.25"):
+        memory.apply(model, choice)
+    memory.apply(build("starcoder2", residual_dropout=0.0), choice)
+
+
 def test_what_a_choice_cannot_be_applied_to_is_refused():
     from hcp.integrations.transformers import memory
 

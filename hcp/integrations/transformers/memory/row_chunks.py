@@ -5,7 +5,7 @@ T rows, N of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -44,12 +44,22 @@ def _mlp_of(layer: nn.Module) -> nn.Module:
                 f"{type(part).__name__}, expected layers of torch.nn.Linear: experts see all rows "
                 "at once, with chunk_rows=0"
             )
-        if isinstance(part, nn.Dropout) and part.p > 0:
+        for place, dropped in _dropouts_of(name, part):
             raise ValueError(
-                f"choice.chunk_rows: {type(mlp).__name__}.{name} drops out {part.p}, expected 0: a "
-                "chunk is computed twice"
+                f"choice.chunk_rows: {type(mlp).__name__}.{place} drops out {dropped}, expected 0: "
+                "a chunk is computed twice"
             )
     return mlp
+
+
+def _dropouts_of(name: str, part: nn.Module) -> Iterator[tuple[str, float]]:
+    """Where a part drops out elements, and how many: by a module, or by a function to which it
+    gives a number of its own (Starcoder2's ``residual_dropout``)."""
+    if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        yield name, part.p
+    for own, value in vars(part).items():
+        if "dropout" in own and isinstance(value, float) and value > 0:
+            yield f"{name}.{own}".lstrip("."), value
 
 
 class InChunks:
