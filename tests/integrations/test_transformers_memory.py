@@ -360,7 +360,11 @@ def test_an_mlp_that_drops_out_by_a_function_is_refused():
     choice = memory.Choice(("recompute",) * 4, chunk_rows=4)
     with pytest.raises(ValueError, match=r"Starcoder2MLP.residual_dropout drops out 0.25"):
         memory.apply(model, choice)
-    memory.apply(build("starcoder2", residual_dropout=0.0), choice)
+    model = build("starcoder2", residual_dropout=0.0).train()
+    memory.apply(model, choice)
+    model.model.layers[0].mlp.adapter = torch.nn.Dropout(0.5)  # as adapters have one
+    with pytest.raises(ValueError, match=r"Starcoder2MLP.adapter drops out 0.5"):
+        model(torch.ones(1, 9, dtype=torch.int64))
 
 
 def test_what_a_choice_cannot_be_applied_to_is_refused():

@@ -44,12 +44,17 @@ def _mlp_of(layer: nn.Module) -> nn.Module:
                 f"{type(part).__name__}, expected layers of torch.nn.Linear: experts see all rows "
                 "at once, with chunk_rows=0"
             )
-        for place, dropped in _dropouts_of(name, part):
-            raise ValueError(
-                f"choice.chunk_rows: {type(mlp).__name__}.{place} drops out {dropped}, expected 0: "
-                "a chunk is computed twice"
-            )
+    _expect_no_dropout(mlp)
     return mlp
+
+
+def _expect_no_dropout(part: nn.Module) -> None:
+    for name, inner in part.named_modules():
+        for place, dropped in _dropouts_of(name, inner):
+            raise ValueError(
+                f"choice.chunk_rows: {type(part).__name__}.{place} drops out {dropped}, expected "
+                "0: a chunk is computed twice"
+            )
 
 
 def _dropouts_of(name: str, part: nn.Module) -> Iterator[tuple[str, float]]:
@@ -75,6 +80,8 @@ class InChunks:
             return forward(hidden)
         if not torch.is_grad_enabled():
             return _by_chunks(forward, hidden, self.rows)
+        if self.part.training:
+            _expect_no_dropout(self.part)  # of adapters that came after the choice
         held = _Rows.apply(hidden)  # type: ignore[no-untyped-call]
         own = [p for p in self.part.parameters() if p.requires_grad]
         given = held, held.grad_fn, forward, self.rows, *own
