@@ -152,9 +152,9 @@ static int64_t beside_in(const search *of, const int64_t *part, int64_t part_end
 static int64_t find_beside(const search *of) {
   int64_t count = hcp__records(of->lists, PARTS), token = NONE;
   for (int64_t i = 0; i < count && token == NONE; i++)
-    token = beside_in(of, hcp__record(of->lists, PARTS, i),
-                      i + 1 < count ? hcp__record(of->lists, PARTS, i + 1)[0]
-                                    : of->plan->lengths[of->sequence]);
+    token = beside_in(
+        of, hcp__record(of->lists, PARTS, i),
+        i + 1 < count ? hcp__record(of->lists, PARTS, i + 1)[0] : of->plan->lengths[of->sequence]);
   return token;
 }
 

@@ -199,7 +199,7 @@ class _Chosen:
     def __init__(self, trees: Trees, weights: Sequence[Sequence[Any]]) -> None:
         """`weights`: fields (tokens, ...) of all rollouts. Without any, every row counts."""
         self._trees, rows = trees, sum(trees.lengths)
-        places = list(torch.arange(rows).split(trees.lengths)) if rows else []
+        places = list(torch.arange(rows).split_with_sizes(trees.lengths)) if rows else []
         self._row = torch.cat([torch.empty(0, dtype=torch.int64), *trees.by_rollout(places)])
         self._counts = torch.full_like(self._row, not weights, dtype=torch.bool)
         for field in weights:
@@ -221,7 +221,7 @@ class _Chosen:
                     f"samples have other {name!r} in rows that they share, and weights in both, "
                     "expected equal ones: a row has one value. Leave the field out, or sum it"
                 )
-        return list(rows.split(self._trees.lengths))
+        return list(rows.split_with_sizes(self._trees.lengths))
 
 
 def _any_of(x: Tensor) -> Tensor:
