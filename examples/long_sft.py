@@ -1,8 +1,6 @@
-"""Supervised fine-tuning of a long sequence: TRL's SFTTrainer with hcp and FSDP2, and a choice of
-what each layer keeps.
+"""Supervised fine-tuning of long sequences: TRL's SFTTrainer with hcp, FSDP2 and memory choices.
 
-    torchrun --nproc-per-node 8 examples/long_sft.py --model Qwen/Qwen3-8B --max-length 1048576 \
-        --data book.txt --prices prices.json
+    torchrun --nproc-per-node 8 examples/long_sft.py --model MODEL --max-length 1048576 --data DATA
     torchrun --nproc-per-node 2 examples/long_sft.py --model Qwen/Qwen3-8B --layers 4 \
         --max-length 262144 --data FOLDER
     torchrun --nproc-per-node 2 examples/long_sft.py --model FOLDER --layers 2 --max-length 2048 \
