@@ -162,8 +162,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="with --memory: a folder with a config.json, or a name on the hub. One layer of it is "
         "measured, with the link to the host, on one device: a file for "
-        "hcp.integrations.transformers.memory.Prices.load (default: layers of --hidden-size and the "
-        "like, for the memory of plans)",
+        "hcp.integrations.transformers.memory.Prices.load (default: layers of --hidden-size and "
+        "the like, for the memory of plans)",
     )
     group.add_argument(
         "--memory-share",
