@@ -149,7 +149,7 @@ def make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
     signalled = schedule.header.in_place and schedule.head_moves is None
     if call.number and not signalled:
         agree_once(transport, call.prepared, Stamp(kind, call.number, layer=call.name))
-    chunks = _chunks(call, transport, kind, inputs, count)
+    chunks = _chunks(call, transport, kind, inputs, count) if count > 1 else []
     return _layer(call, transport, kind, inputs, chunks)
 
 
@@ -208,10 +208,7 @@ def _kind_of(call: LayerCall, inputs: Inputs, latent: bool, chunks: int) -> Call
 def _chunks(
     call: LayerCall, transport: Transport, kind: CallKind, inputs: Inputs, count: int
 ) -> Sequence[HeadChunk]:
-    """Nothing where all heads are computed at once."""
     query, key, value, sinks = inputs
-    if count < 2:
-        return []
     per_key = query.shape[1] // key.shape[1]
     layers: dict[int, PreparedLayer] = {}  # chunks of as many heads are computed alike
     chunks: list[HeadChunk] = []

@@ -131,6 +131,7 @@ def sharing_heads(mixer: type) -> type:
             self, hidden_states, inference_context=None, *, packed_seq_params=None, **options
         ):
             cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
+            cp.plan.core.expect_no_branches("Megatron's Mamba mixer")
             choice = self._choice(cp, hidden_states)
             if cp.degree == 0:
                 return self._no_rows(hidden_states)
