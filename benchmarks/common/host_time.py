@@ -111,7 +111,7 @@ class ReadAtOnce(AtOnce):
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(rank, size, device)
         self.node = range(size)
-        buffer_bytes = 2**22
+        buffer_bytes = 2**24  # for all heads at once at any degree that is timed
         memory = torch.zeros(_core.link_bytes(size, buffer_bytes), dtype=torch.uint8, device=device)
 
         def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> Tensor:
@@ -130,6 +130,10 @@ class ReadAtOnce(AtOnce):
             buffer_bytes=buffer_bytes,
             timeout=60.0,
         )
+
+    @property
+    def half_bytes(self) -> int:
+        return self._peers_memory.link.half_bytes
 
     def share(self, share: Share) -> PeerShared:
         return PeerShared(self._peers_memory, share)
