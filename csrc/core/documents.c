@@ -155,15 +155,7 @@ int64_t hcp__document_count(const hcp_plan *plan, int32_t sequence) {
 int64_t hcp__document_at(const hcp_plan *plan, int32_t sequence, int64_t token) {
   if (plan->documents == NULL) return 0;
   const int64_t *starts = plan->documents->starts + plan->documents->first[sequence];
-  int64_t low = 0, high = hcp__document_count(plan, sequence) - 1;
-  while (low < high) { /* the last document that starts at or before the token */
-    int64_t middle = low + (high - low + 1) / 2;
-    if (starts[middle] <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return hcp__last_up_to(starts, 1, hcp__document_count(plan, sequence), token);
 }
 
 hcp__piece hcp__document(const hcp_plan *plan, int32_t sequence, int64_t i) {

@@ -15,6 +15,24 @@ __extension__ typedef __int128 hcp__wide;
 static inline int64_t hcp__least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t hcp__most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Words of an hcp_position_run. */
+enum { HCP__RUN_WORDS = sizeof(hcp_position_run) / sizeof(int64_t) };
+
+/* The last of `count` records, each of so many words, whose first word is at most `value`. These
+ * ascend; 0 where there is none. */
+static inline int64_t hcp__last_up_to(const int64_t *records, int64_t words, int64_t count,
+                                      int64_t value) {
+  int64_t low = 0, high = count - 1;
+  while (low < high) {
+    int64_t middle = low + (high - low + 1) / 2;
+    if (records[middle * words] <= value)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
 /* a + b for a and b >= 0, at most HCP__LATE. No plan takes that long; two times and
  * one such sum fit in 63 bits. */
 #define HCP__LATE (INT64_MAX / 4)

@@ -45,15 +45,7 @@ typedef struct search {
 
 /* The last run that begins at or before a token. */
 static int64_t run_at(const search *of, int64_t token) {
-  int64_t low = 0, high = of->run_count - 1;
-  while (low < high) {
-    int64_t middle = low + (high - low + 1) / 2;
-    if (of->runs[middle].token <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return hcp__last_up_to(&of->runs->token, HCP__RUN_WORDS, of->run_count, token);
 }
 
 static int64_t position_of(const search *of, int64_t token) {
@@ -201,15 +193,8 @@ static void find_bounds(const search *of) {
 
 /* The stretch of this sequence that ends at a token. */
 static int64_t ending_at(const search *of, int64_t first, int64_t token) {
-  int64_t low = first, high = hcp__records(of->lists, STARTS) - 1;
-  while (low < high) { /* the last one that starts at or before the token */
-    int64_t middle = low + (high - low + 1) / 2;
-    if (hcp__record(of->lists, STARTS, middle)[0] <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low - first;
+  int64_t count = hcp__records(of->lists, STARTS) - first;
+  return hcp__last_up_to(hcp__record(of->lists, STARTS, first), widths[STARTS], count, token);
 }
 
 /* Where a part begins just after a branch point, the part says what it continues. */
@@ -299,15 +284,7 @@ int64_t hcp__stretch_at(const hcp_plan *plan, int32_t sequence, int64_t token) {
   const hcp__stretches *all = stretches_of(plan, sequence);
   if (all == NULL) return hcp__document_at(plan, sequence, token);
   const int64_t *starts = all->starts + all->first[sequence];
-  int64_t low = 0, high = hcp__stretch_count(plan, sequence) - 1;
-  while (low < high) { /* the last stretch that starts at or before the token */
-    int64_t middle = low + (high - low + 1) / 2;
-    if (starts[middle] <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return hcp__last_up_to(starts, 1, hcp__stretch_count(plan, sequence), token);
 }
 
 hcp__piece hcp__stretch(const hcp_plan *plan, int32_t sequence, int64_t i) {

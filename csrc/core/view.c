@@ -105,15 +105,7 @@ static int64_t run_end(const runs *of, int64_t r) {
 
 /* The run that has the token. */
 static int64_t run_at(const runs *of, int64_t token) {
-  int64_t low = 0, high = of->count - 1;
-  while (low < high) { /* the last run that starts at or before the token */
-    int64_t middle = low + (high - low + 1) / 2;
-    if (of->run[middle].token <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return hcp__last_up_to(&of->run->token, HCP__RUN_WORDS, of->count, token);
 }
 
 /* What is left of a slice for queries of one run and keys of another. */
@@ -318,15 +310,7 @@ static int by_token(const void *a, const void *b) {
 /* The chunk that has a token. */
 static int64_t chunk_at(const hcp__view *v, int32_t s, int64_t token) {
   const int64_t *starts = v->sequences[s].starts;
-  int64_t low = 0, high = chunks_of(v) - 1;
-  while (low < high) { /* the last chunk that starts at or before the token */
-    int64_t middle = low + (high - low + 1) / 2;
-    if (starts[middle] <= token)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return hcp__last_up_to(starts, 1, chunks_of(v), token);
 }
 
 /* Tokens that other places hold, chunk after chunk. */
