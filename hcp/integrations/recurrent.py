@@ -208,7 +208,8 @@ def _delta_of_trees(
     return torch.cat(outs)
 
 
-def levels_of(parents: tuple[int, ...], count: int) -> list[list[int]]:
+@functools.lru_cache(maxsize=64)  # one for all layers of a micro-batch
+def levels_of(parents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
     """The stretches of each depth, of `count` whose first ones have these parents, -1: none."""
     depths: list[int] = []
     for parent in (*parents, *[-1] * (count - len(parents))):
@@ -216,7 +217,7 @@ def levels_of(parents: tuple[int, ...], count: int) -> list[list[int]]:
     levels: list[list[int]] = [[] for _ in range(max(depths, default=-1) + 1)]
     for i, depth in enumerate(depths):
         levels[depth].append(i)
-    return levels
+    return tuple(map(tuple, levels))
 
 
 def _joined(x: Tensor, spans: list[slice]) -> Tensor:

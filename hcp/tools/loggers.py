@@ -115,3 +115,22 @@ def _write_of(writer: Any) -> Write:
         f"the writer is a {type(writer).__name__}, expected add_scalar(name, value, step), "
         "log(metrics, step=) or a function of (metrics, step): a SummaryWriter, a run of W&B"
     )
+
+
+class LogsMeans:
+    """Mixed into a Trainer of Transformers: it logs the metrics of the steps that train it."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        self._means = MeanMetrics()
+        super().__init__(*positional, **keywords)
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        self._means.clear()  # of a training before, which nothing logged
+        return super().train(*positional, **keywords)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
+        """Log, with the loss, the metrics of `StepStats`: means over the steps that have
+        trained since the last log, on this rank."""
+        if "loss" in logs:
+            logs |= self._means.take()
+        super().log(logs, *others, **keywords)  # type: ignore[misc]

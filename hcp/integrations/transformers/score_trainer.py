@@ -19,13 +19,13 @@ from hcp.integrations.transformers.scores import register_for_scores, spread_sco
 from hcp.integrations.transformers.trainer import compute_dtype
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
-from hcp.tools.loggers import MeanMetrics
+from hcp.tools.loggers import LogsMeans
 
 LABELS = ("labels", "label", "label_ids")
 """Names that datasets give to the label of a sequence, as Transformers' collators read them."""
 
 
-class ScoreTrainer:
+class ScoreTrainer(LogsMeans):
     """The common part of trainers of `...ForSequenceClassification` under hcp. It comes before a
     Trainer among the bases.
 
@@ -56,7 +56,6 @@ class ScoreTrainer:
         trainer: Any = self
         _check(trainer, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
-        self._means = MeanMetrics()
         model = trainer.model
         check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -66,17 +65,6 @@ class ScoreTrainer:
         # The model's own loss is a mean over sequences, which Transformers would multiply by the
         # number of ranks.
         trainer.model_accepts_loss_kwargs = False
-
-    def train(self, *positional: Any, **keywords: Any) -> Any:
-        self._means.clear()  # of forwards of a training before, which nothing logged
-        return super().train(*positional, **keywords)  # type: ignore[misc]
-
-    def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, the metrics of `StepStats`: means over the forwards that have
-        trained since the last log, on this rank."""
-        if "loss" in logs:
-            logs |= self._means.take()
-        super().log(logs, *others, **keywords)  # type: ignore[misc]
 
 
 class SequenceClassificationTrainer(ScoreTrainer, transformers.Trainer):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from hcp.integrations.model_cost import cost_of_model
 from hcp.integrations.transformers.attention import ATTENTION, register_hcp_attention
 from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import losses_of, model_inputs
+from hcp.integrations.transformers.padded_batches import expect_batch_of_text, kept_tokens
 from hcp.integrations.transformers.probe import (
     Positions,
     difference_of,
@@ -176,22 +177,19 @@ def _tokens_of(
     """Return the tokens of a call. ValueError for other arguments that it has."""
     if input_ids is None:
         raise ValueError("the model was called without input_ids, expected a padded batch of them")
-    others = [
-        name
-        for name, value in given.items()
-        if name not in known and value is not None and value is not False
-    ]
-    if others:
-        raise ValueError(
-            f"the model was called with {', '.join(sorted(others))}, expected input_ids, "
-            "attention_mask and labels alone: hcp dispatches tokens, and counts positions itself"
-        )
+    expect_batch_of_text(
+        *(given, known),
+        "input_ids, attention_mask and labels alone: hcp dispatches tokens, and counts positions "
+        "itself",
+    )
     return input_ids
 
 
 def _samples(base: Any, tokens: Tensor, mask: Tensor | None) -> list[dict[str, Tensor]]:
     """Return the sequences of a batch (B, L) without their padding."""
-    kept = _kept(tokens, mask)
+    kept = kept_tokens(
+        tokens, mask, ". Give rows of several documents to hcp's Trainer with packed=True"
+    )
     for i, some in enumerate(kept.any(1).tolist()):
         if not some:
             raise ValueError(
@@ -200,19 +198,6 @@ def _samples(base: Any, tokens: Tensor, mask: Tensor | None) -> list[dict[str, T
             )
     padding = base.config.get_text_config().pad_token_id
     return [_sample(*rows, padding) for rows in zip(tokens, kept, strict=True)]
-
-
-def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which tokens are none of the padding, (B, L) bools."""
-    if mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    if mask.shape != tokens.shape or bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and values up to {mask.max().item()}, "
-            f"expected {tuple(tokens.shape)} and 0 or 1: 0 is padding, and each row one sequence. "
-            "Give rows of several documents to hcp's Trainer with packed=True"
-        )
-    return mask.bool()
 
 
 def _sample(tokens: Tensor, kept: Tensor, padding: int | None) -> dict[str, Tensor]:

@@ -59,12 +59,12 @@ from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.fields import tokens_of
 from hcp.step.handler import ContextParallelHandler
-from hcp.tools.loggers import MeanMetrics
+from hcp.tools.loggers import LogsMeans
 
 _log = logging.getLogger("hcp")
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` for causal language models whose sequences are spread over ranks.
 
     Each of its batches is a global batch, `per_device_train_batch_size` samples for each rank. It
@@ -137,7 +137,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.fields = image_fields(self.model) if images else None
         own = partial(image_samples, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
-        self._means = MeanMetrics()
         self.add_callback(LoaderPosition())
 
     def _coefficient_of_routers(self, given: float) -> float:
@@ -191,7 +190,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return sum(tokens_of(samples_of(self.to_sample, item), self.fields or {}))
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
-        self._means.clear()  # of steps of a training before, which nothing logged
         with _skipping():
             return super().train(*positional, **keywords)
 
@@ -219,13 +217,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
         self._means.add(inputs)
         return mean
-
-    def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, the metrics of `StepStats`: means over the steps since the last
-        log, on this rank."""
-        if "loss" in logs:
-            logs |= self._means.take()
-        super().log(logs, *others, **keywords)
 
     def _inputs(self, cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
         """Return the model's arguments; images are encoded here, outside of the call."""

@@ -27,6 +27,7 @@ from hcp.integrations.transformers.attention import (
     register_hcp_attention,
 )
 from hcp.integrations.transformers.model import model_inputs
+from hcp.integrations.transformers.padded_batches import expect_batch_of_text, kept_tokens
 from hcp.integrations.transformers.routers import (
     check_routers,
     record_routers,
@@ -39,14 +40,14 @@ from hcp.step.config import Config
 from hcp.step.dispatch import Step, gather_masks
 from hcp.step.planner import StepPlanner
 from hcp.step.trees import Trees, prefix_trees
-from hcp.tools.loggers import MeanMetrics
+from hcp.tools.loggers import LogsMeans, MeanMetrics
 
 _ROUTERS = "output_router_logits"
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache", _ROUTERS}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-class PaddedTrainer:
+class PaddedTrainer(LogsMeans):
     """The common part of TRL's trainers of padded batches under hcp. It comes before one of them
     among the bases.
 
@@ -78,7 +79,6 @@ class PaddedTrainer:
         _check(trainer, cp)
         cp = with_barrier_of(trainer.accelerator, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
-        self._means = MeanMetrics()
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
                 continue
@@ -86,17 +86,6 @@ class PaddedTrainer:
             with trainer.accelerator.autocast():
                 register_hcp_attention(model, fused_rope=fused_rope)
             spread_padded(model, cp, made, cost, self._means, trees)
-
-    def train(self, *positional: Any, **keywords: Any) -> Any:
-        self._means.clear()  # of forwards of a training before, which nothing logged
-        return super().train(*positional, **keywords)  # type: ignore[misc]
-
-    def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, the metrics of `StepStats`: means over the forwards that have
-        trained since the last log, on this rank."""
-        if "loss" in logs:
-            logs |= self._means.take()
-        super().log(logs, *others, **keywords)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -169,18 +158,9 @@ def _computed(
     given: Mapping[str, Any],
     planned: PlannedAlone,
 ) -> tuple[FusedCausalLMOutput, Step]:
-    others = [
-        name
-        for name, value in given.items()
-        if name not in _OF_THE_BATCH and value is not None and value is not False
-    ]
-    if others:
-        raise ValueError(
-            f"the model was called with {', '.join(sorted(others))}, expected a batch of text: hcp "
-            "dispatches tokens only"
-        )
+    expect_batch_of_text(given, _OF_THE_BATCH, "a batch of text: hcp dispatches tokens only")
     tokens, labels = given["input_ids"], given["labels"]
-    kept = _kept(tokens, given.get("attention_mask"))
+    kept = kept_tokens(tokens, given.get("attention_mask"))
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True) if rows[-1].any()]
     routed = base if given.get(_ROUTERS) else None
     (rows, names, balance), step = planned.compute(fused, samples, routed)
@@ -260,18 +240,6 @@ def _tree_samples(
         }
         for tokens, targets, some in columns
     ]
-
-
-def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which tokens are none of the padding, (B, L) bools."""
-    if mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    if mask.shape != tokens.shape or bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and values up to {mask.max().item()}, "
-            f"expected {tuple(tokens.shape)} and 0 or 1: 0 is padding, and each row one sequence"
-        )
-    return mask.bool()
 
 
 def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
