@@ -379,7 +379,7 @@ OUTSIDE = {
     "rows": 0,
     "scan.span_cu_seqlens": [0],
     "whole.cu_seqlens": [0],
-    "whole.parents": [],
+    "whole.parents": (),
     "whole.row_indices": [],
     "whole.stretch_cu_seqlens": [0],
 }
