@@ -156,6 +156,7 @@ def rollout_trees(
     *,
     tokens: str = "input_ids",
     summed: Sequence[str] = ("loss_mask",),
+    first: Sequence[str] = (),
     **options: Any,
 ) -> tuple[Trees, list[dict[str, Any]], dict[str, str | Payload]]:
     """Make prefix trees of rollouts. Return them, a sample of each in place of those of the
@@ -165,12 +166,15 @@ def rollout_trees(
     `summed`: fields (tokens, ...) of which a row gets the sum over the rollouts through it: weights
     of losses, and their products with advantages. Of other fields (tokens, ...) a row gets the
     value of the first rollout that has a weight there, else of the first one: labels, old
-    log-probabilities. A number of each rollout becomes a payload (rollouts,), a string or a tuple
-    of each one value of Python's. `options`: of `hcp.prefix_trees`.
+    log-probabilities. `first`: those of them whose values may differ where several rollouts have a
+    weight, so that one stands for all: log-probabilities of an engine that rounds. A number of each
+    rollout becomes a payload (rollouts,), a string or a tuple of each one value of Python's.
+    `options`: of `hcp.prefix_trees`.
 
     Plan `trees.lengths` with `masks=trees.masks`. `trees.by_rollout` gives results back to the
-    rollouts, in the order of the samples. Raises ValueError for samples of different fields, and
-    for integers that differ between rollouts which have a weight in the same row.
+    rollouts, in the order of the samples. Raises ValueError for samples of different fields, for
+    names of fields that they lack, and for values that differ between rollouts which have a weight
+    in the same row: advantages, whose products with weights are `summed`.
     """
     _expect_same_fields(samples)
     rows: list[Any] = [sample[tokens] for sample in samples]
@@ -178,12 +182,19 @@ def rollout_trees(
     made: list[dict[str, Any]] = [*trees.fields()]
     rules: dict[str, str | Payload] = dict(Trees.RULES)
     names = list(samples[0]) if samples else []
+    for name in (*summed, *first):
+        if samples and name not in names and name != "loss_mask":
+            raise ValueError(f"the samples have no field {name!r}, expected one of {names}")
     weights = [[sample[name] for sample in samples] for name in summed if name in names]
     chosen = _Chosen(trees, weights)
     for name in names:
         values: list[Any] = [sample[name] for sample in samples]
         if isinstance(values[0], Tensor) and values[0].dim():
-            columns: list[Any] = trees.summed(values) if name in summed else chosen.of(name, values)
+            columns: list[Any] = (
+                trees.summed(values)
+                if name in summed
+                else chosen.of(name, values, may_differ=name in first)
+            )
         else:
             columns = trees.by_tree(values)
             rules[name] = Payload("whole") if isinstance(columns[0], Tensor) else "value"
@@ -209,17 +220,20 @@ class _Chosen:
         first = torch.full((rows,), 2 * len(tokens))
         self._token = first.scatter_reduce_(0, self._row, late, "amin") % max(1, len(tokens))
 
-    def of(self, name: str, values: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, name: str, values: Sequence[Tensor], *, may_differ: bool) -> list[Tensor]:
         """Of each tree, (rows, ...)."""
         self._trees.first(values)  # refuses values of other lengths
         joined = torch.cat(list(values))
         rows = joined[self._token.to(joined.device)]
-        if not (joined.is_floating_point() or joined.is_complex()):
+        if not may_differ:
             differs = _any_of(joined != rows[self._row.to(joined.device)])
-            if bool((differs & self._counts).any()):
+            others = self._token[self._row] != torch.arange(len(self._row))  # NaN is not itself
+            if bool((differs & others & self._counts).any()):
                 raise ValueError(
                     f"samples have other {name!r} in rows that they share, and weights in both, "
-                    "expected equal ones: a row has one value. Leave the field out, or sum it"
+                    "expected equal ones: a row has one value. Sum the products of weights and "
+                    "advantages (summed=), name what may differ by rounding in first=, or leave "
+                    "the field out"
                 )
         return list(rows.split_with_sizes(self._trees.lengths))
 

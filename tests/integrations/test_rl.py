@@ -288,6 +288,12 @@ def test_rollouts_of_different_fields_are_refused():
         rollout_trees([{"input_ids": tokens, "loss_mask": tokens}, {"input_ids": tokens}])
 
 
+@pytest.mark.parametrize("option", ["summed", "first"])
+def test_options_name_fields_that_the_rollouts_have(option):
+    with pytest.raises(ValueError, match="the samples have no field 'gian', expected one of"):
+        rollout_trees(turns_of_an_agent(), **{option: ["gian"]})
+
+
 def test_no_rollouts_are_no_trees():
     trees, samples, rules = rollout_trees([])
     assert (len(trees), samples, rules) == (0, [], dict(hcp.Trees.RULES))
@@ -324,8 +330,20 @@ def test_a_row_has_the_values_of_a_rollout_with_a_weight_there(order):
     torch.testing.assert_close(sum(map(loss, samples)), sum(map(loss, batch)))
 
 
-def test_integers_that_differ_where_two_rollouts_have_weights_are_refused():
+@pytest.mark.parametrize("name", ["labels", "old"])
+def test_values_that_differ_where_two_rollouts_have_weights_are_refused(name):
     later, earlier = turns_of_an_agent()
     later["loss_mask"][1] = 1
-    with pytest.raises(ValueError, match="samples have other 'labels' in rows that they share"):
+    later["labels" if name == "old" else "old"] = later["input_ids"]  # of no interest here
+    earlier["labels" if name == "old" else "old"] = earlier["input_ids"]
+    with pytest.raises(ValueError, match=f"samples have other '{name}' in rows that they share"):
         rollout_trees([later, earlier])
+    _, (sample,), _ = rollout_trees([later, earlier], first=[name])
+    assert sample[name][1] == later[name][1]
+
+
+def test_not_a_number_is_no_other_value_of_a_rollout_of_its_own():
+    later, earlier = turns_of_an_agent()
+    later["old"][4] = earlier["old"][2] = torch.nan
+    _, (sample,), _ = rollout_trees([later, earlier])
+    assert sample["old"].isnan().sum() == 2
