@@ -88,6 +88,10 @@ class Mask:
         """
         set_once = object.__setattr__
         set_once(self, "length", expect_size("length", length))
+        if self.length >= 2**31:
+            raise ValueError(
+                f"length is {self.length}, expected < 2^31: pairs are counted in 64 bits"
+            )
         made = [_checked(self.length, i, part) for i, part in enumerate(slices)]
         _expect_apart(made)
         set_once(self, "slices", tuple(sorted(made, key=lambda part: (part.queries, part.keys))))

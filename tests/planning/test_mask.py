@@ -156,6 +156,7 @@ def test_checksums_differ_by_slices_positions_and_length() -> None:
         (lambda: Mask(4, [((0, 4), (0, 4), "upper")]), r"slices\[0\].kind is 'upper'"),
         (lambda: Mask(4, [((0, 4),)]), r"slices\[0\] is"),
         (lambda: Mask(4, [], [(1, 0)]), r"positions\[0\] is \(1, 0\), expected"),
+        (lambda: Mask.tree([2**30, 2**30], [-1, 0]), r"length is 2147483648, expected < 2\^31"),
         (lambda: Mask(4, [], [(0, 2**63)]), r"positions\[0\] is \(0, 9.*\), expected .* < 2\^63"),
         (lambda: Mask.tree([2, 2], [-1, 1]), r"parents\[1\] is 1, expected an earlier part"),
         (lambda: Mask.bidirectional_spans(9, [(3, 5), (4, 6)]), r"spans\[1\] is \(4, 6\)"),
