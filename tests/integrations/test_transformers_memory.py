@@ -379,6 +379,12 @@ def test_what_a_choice_cannot_be_applied_to_is_refused():
     checkpointing(model)
     with pytest.raises(ValueError, match="gradient checkpointing is on, expected it off"):
         memory.apply(model, again)
+    model = registered()
+    memory.apply(model, again)
+    checkpointing(model)  # as a Trainer does when it trains
+    trained(model.eval(), 1, ONE_BATCH)
+    with pytest.raises(ValueError, match="gradient checkpointing is on, expected it off"):
+        trained(model.train(), 1, ONE_BATCH)
     with pytest.raises(ValueError, match="has 0 layers that can be computed again"):
         memory.apply(torch.nn.Linear(2, 2), again)
     experts = build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

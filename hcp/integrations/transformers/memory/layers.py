@@ -93,15 +93,20 @@ def _check(model: nn.Module, layers: list[nn.Module], choice: Choice) -> None:
             f"choice.layers has {len(choice.layers)} words, expected {len(layers)}: one for each "
             f"layer of {type(model).__name__}"
         )
-    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
-        raise ValueError(
-            "gradient checkpointing is on, expected it off: the choice says which layers are "
-            "computed again. Say gradient_checkpointing=False"
-        )
+    for layer in layers:
+        _expect_no_checkpointing(layer)
     if any("forward" in vars(layer) for layer in layers):
         raise ValueError(
             "a layer has a forward of its own already, expected that of its class: remove() the "
             "choice that was applied before"
+        )
+
+
+def _expect_no_checkpointing(layer: nn.Module) -> None:
+    if getattr(layer, "gradient_checkpointing", False):
+        raise ValueError(
+            "gradient checkpointing is on, expected it off: the choice says which layers are "
+            "computed again. Say gradient_checkpointing=False"
         )
 
 
@@ -133,6 +138,8 @@ class _LayerForward:
         own, given = partial(type(self.layer).forward, self.layer), (hidden, *others)
         if not torch.is_grad_enabled():
             return own(*given, **named)
+        if self.layer.training:
+            _expect_no_checkpointing(self.layer)  # which a Trainer switches on when it trains
         if self.host is None:
             return self.compute(own, None, given, named)
         copies = self.host.layer(self.layer, hidden.device)
