@@ -49,8 +49,9 @@ class Scan(HandlerPart):
         tokens of one document, which has at most two on a rank, unless masks cut sequences
         otherwise. In a tree of texts a span ends at each token that several others continue, or one
         elsewhere. Padding is one more span."""
-        bounds = torch.tensor([0, *span_rows(self._layout)], dtype=torch.int64, device="cpu")
-        return bounds.cumsum(0).int().to(self._transport.device)
+        with torch.inference_mode(False):
+            bounds = torch.tensor([0, *span_rows(self._layout)], dtype=torch.int64, device="cpu")
+            return bounds.cumsum(0).int().to(self._transport.device)
 
     # ---- rows before a span ----
 

@@ -222,7 +222,8 @@ class SparseAttention(HandlerPart):
     def _by_row(self, values: Tensor, padding: int) -> Tensor:
         """Values of this rank's rows, and one for its padding."""
         own = values, torch.full((self._layout.padding,), padding, device="cpu")
-        return torch.cat(own).to(self._transport.device)
+        with torch.inference_mode(False):
+            return torch.cat(own).to(self._transport.device)
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -240,8 +241,9 @@ class SparseAttention(HandlerPart):
     def _output_rows(self) -> Tensor:
         """(N,) where each row of the wire lies among the gathered rows."""
         first, rows = self._route.section("PLACES").unbind(1)
-        begins = (first - rows.cumsum(0) + rows).repeat_interleave(rows)
-        return (begins + torch.arange(len(begins), device="cpu")).to(self._transport.device)
+        with torch.inference_mode(False):
+            begins = (first - rows.cumsum(0) + rows).repeat_interleave(rows)
+            return (begins + torch.arange(len(begins), device="cpu")).to(self._transport.device)
 
     # ---- choosing ----
 

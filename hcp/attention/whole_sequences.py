@@ -49,7 +49,8 @@ class WholeSequences(HandlerPart):
         """int32 (stretches + 1,): tokens of each stretch, summed, then of each rank's padding.
         Without branches, ``cu_seqlens``. A tree of texts is cut at each token that several others
         continue, or one elsewhere, and at the beginning of each branch."""
-        return whole_stretches(self._layout).to(self._transport.device)
+        with torch.inference_mode(False):
+            return whole_stretches(self._layout).to(self._transport.device)
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -61,7 +62,8 @@ class WholeSequences(HandlerPart):
     def row_indices(self) -> Tensor:
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
-        return rows_in_whole(self._layout).to(self._transport.device)
+        with torch.inference_mode(False):
+            return rows_in_whole(self._layout).to(self._transport.device)
 
     def head_slice(self, count: int) -> slice:
         """The heads, of ``count``, that ``sequence_to_head`` gives this rank: consecutive ones,

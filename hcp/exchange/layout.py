@@ -115,10 +115,12 @@ def expect_sequences_alike(layout: Layout, what: str, shape: tuple[int, ...]) ->
 
 
 def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
-    """The values of a buffer that the C core holds, without a copy."""
-    if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(view, dtype=dtype)
+    """The values of a buffer that the C core holds, without a copy. A backward may keep them, also
+    those that an evaluation in inference mode has made."""
+    with torch.inference_mode(False):
+        if view.nbytes == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(view, dtype=dtype)
 
 
 def buffer_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

@@ -187,3 +187,47 @@ def test_tables_that_arrive_later_arrive_in_the_parts_too() -> None:
         assert cp.sequences._cu_seqlens is cp.cu_seqlens
 
     hcp.loopback(1, check)
+
+
+USES: dict[
+    str, Callable[[hcp.ContextParallelHandler, Callable[..., torch.Tensor]], torch.Tensor]
+] = {
+    "attention": lambda cp, rows: cp.attention(*(rows(cp.rows, 2, 4) for _ in "qkv"), layer=0),
+    "cross_attention": lambda cp, rows: cp.cross_attention(
+        *(rows(cp.rows, 2, 4) for _ in "qkv"), keys=cp
+    ),
+    "roll_tensor": lambda cp, rows: cp.roll_tensor(rows(cp.rows, 3), 1),
+    "combine": lambda cp, rows: cp.combine(rows(cp.rows, 3)),
+    "scan.halo": lambda cp, rows: cp.scan.halo(rows(cp.rows, 3), 2),
+    "scan.pass_states": lambda cp, rows: cp.scan.pass_states(*(rows(spans(cp), 3) for _ in "sd")),
+    "scan.span_cu_seqlens": lambda cp, rows: rows(1) * cp.scan.span_cu_seqlens,
+    "sequences.sum": lambda cp, rows: cp.sequences.sum(rows(cp.rows, 3)),
+    "whole.sequence_to_head": lambda cp, rows: cp.whole.sequence_to_head(rows(cp.rows, 2, 4)),
+    "whole.row_indices": lambda cp, rows: rows(30)[cp.whole.row_indices],
+}
+
+
+def spans(cp: hcp.ContextParallelHandler) -> int:
+    return len(cp.scan.span_cu_seqlens) - 1
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_was_first_used_in_inference_mode_trains(name: str) -> None:
+    plan = hcp.plan([9, 1, 20], ranks=2, max_tokens_per_rank=30, min_degree=2)
+
+    def work(groups: Any) -> torch.Tensor:
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, sources=[0, 0, 1])
+        made: list[torch.Tensor] = []
+
+        def rows(*shape: int) -> torch.Tensor:
+            made.append(torch.ones(shape, dtype=torch.float64))
+            return made[-1].requires_grad_(not torch.is_inference_mode_enabled())
+
+        with torch.inference_mode():
+            USES[name](cp, rows)
+        out = USES[name](cp, rows)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        assert made[-1].grad is not None
+        return out
+
+    hcp.loopback(2, work)
