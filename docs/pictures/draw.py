@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from math import log10
 from pathlib import Path
 
 from hcp._files import write_file
@@ -222,6 +223,64 @@ def speeds() -> str:
     return picture(top + 14 * len(FAMILIES) + 1, parts, what, shown=560)
 
 
+FORECAST = "--forecast 8 --model 8b --device-gib 75 --host-gib 200"
+"""The options of benchmarks/bench_long.py by which PREDICTED was computed, with --tokens."""
+
+PREDICTED = {
+    16_384: (0.225, 35.1, 0.0, (36, 0, 0, 0)),
+    32_768: (0.560, 50.0, 0.0, (36, 0, 0, 0)),
+    65_536: (1.61, 74.9, 0.2, (33, 0, 1, 2)),
+    131_072: (5.31, 74.9, 3.8, (16, 0, 5, 15)),
+    262_144: (18.5, 74.5, 14.1, (8, 0, 0, 28)),
+    524_288: (67.4, 74.2, 192.1, (3, 14, 11, 8)),
+    1_048_576: (259.0, 73.7, 179.8, (1, 5, 6, 24)),
+    2_097_152: (1010.0, 72.3, 125.0, (0, 0, 5, 31)),
+}
+"""By the tokens of a sequence: seconds a step, GiB of a GPU and of the host for it, and how many
+layers are kept, offloaded, recomputed, and recomputed from the host.
+tests/integrations/test_transformers_memory_choice.py computes them again."""
+
+
+def long_sequences() -> str:
+    """What a step of one long sequence is predicted to take, and what its layers keep."""
+    title = "Predicted, not measured: a step of one sequence on 8 GPUs"
+    parts = [text(0, 15, title, "head")]
+    words = ("kept", "offloaded", "recomputed", "recomputed from the host")
+    for word, colour, x in zip(words, RANKS, (74, 126, 208, 298), strict=True):
+        parts += [cell(x, 27, 10, 10, colour), text(x + 13, 36, word, "note")]
+    parts.append(text(0, 36, "36 layers:", "note"))
+    left, wide, low = 96, 48, (124, 186, 292, 388)  # low: where the bars of each row stand
+    rows = (
+        ("what", "they hold"),
+        ("GiB", "of a GPU"),
+        ("GiB of", "its host"),
+        ("seconds a", "step (log)"),
+    )
+    for (first, second), y in zip(rows, low, strict=True):
+        parts += [text(0, y - 24, first), text(0, y - 8, second)]
+    points = []
+    for i, (tokens, (seconds, device, host, layers)) in enumerate(PREDICTED.items()):
+        x, top = left + wide * i, low[0]
+        for count, colour in zip(layers, RANKS, strict=True):
+            top -= 2 * count
+            if count:
+                parts.append(cell(x, top, wide - 8, 2 * count, colour))
+        for held, y, above in ((device, low[1], 75.0), (host, low[2], host)):
+            parts.append(cell(x, y - held / 2.5, wide - 8, held / 2.5, "#8a94a3"))
+            parts.append(text(x + 20, y - above / 2.5 - 4, f"{held:.0f}", "note", "middle"))
+        points.append((x + 20, low[3] - 16 * log10(10 * seconds)))
+        label = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
+        parts.append(text(x + 20, points[-1][1] - 7, label, "note", "middle"))
+        size = f"{tokens >> 20}M" if tokens >> 20 else f"{tokens >> 10}K"
+        parts.append(text(x + 20, low[3] + 16, size, "note", "middle"))
+    line = "L".join(f"{x:g} {y:.1f}" for x, y in points)
+    parts.append(f'<path class="line" d="M{line}"/>')
+    limit = f"M{left} {low[1] - 75 / 2.5:g}h{wide * len(PREDICTED) - 8}"
+    parts.append(f'<path class="line" d="{limit}" stroke-dasharray="3 3"/>')
+    parts.append(text(0, low[3] + 16, "tokens", "note"))
+    return picture(low[3] + 22, parts, title, shown=560)
+
+
 def evaluation() -> str:
     """The groups that a model of four ranks holds, outside and inside eval_cp_context."""
     parts = []
@@ -264,6 +323,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "plan": plan,
     "speeds": speeds,
     "evaluation": evaluation,
+    "long-sequences": long_sequences,
 }
 
 if __name__ == "__main__":

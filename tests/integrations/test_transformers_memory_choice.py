@@ -3,10 +3,13 @@ the arithmetic that of a walk through a step."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import runpy
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -252,6 +255,34 @@ def test_a_forecast_says_what_is_kept_and_why(model):
     assert "GiB a device" in told
     assert "recomputed without attention" in told
     assert "memory is fullest in" in told
+
+
+def test_the_picture_and_the_page_have_the_numbers_of_the_forecast(monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    drawing = runpy.run_path(str(root / "docs" / "pictures" / "draw.py"))
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    bench_long = importlib.import_module("bench_long")
+    page = (root / "docs" / "guides" / "long-sequences.md").read_text(encoding="utf-8")
+    command = " ".join(page.split())
+    for tokens, drawn in drawing["PREDICTED"].items():
+        options = drawing["FORECAST"].split()
+        monkeypatch.setattr("sys.argv", ["bench_long.py", *options, "--tokens", str(tokens)])
+        args = bench_long.arguments()
+        found = bench_long.chosen(args, bench_long.config_of(args.model, args.layers, tokens), 8)
+        sizes = (found.device_bytes / 2**30, found.host_bytes / 2**30)
+        layers = tuple(
+            found.choice.layers.count(word)
+            for word in ("keep", "offload", "recompute", "recompute_offload")
+        )
+        assert drawn == (pytest.approx(found.seconds, rel=0.005), *_approximately(sizes), layers)
+        if tokens == 2**20:
+            assert found.told() in page
+            assert f"bench_long.py --forecast 8 --model 8b --tokens {tokens}" in command
+    assert capsys.readouterr().out == ""
+
+
+def _approximately(sizes):
+    return [pytest.approx(size, abs=0.06) for size in sizes]
 
 
 def test_prices_of_rates_are_sums_of_operations():
