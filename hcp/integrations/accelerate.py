@@ -13,10 +13,11 @@ for step in loader:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,8 @@ from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 
 __all__ = ["ContextParallel", "config_of"]
+
+_log = logging.getLogger("hcp")
 
 SEAMS = (
     "accelerate:Accelerator.no_sync(model)",
@@ -246,11 +249,23 @@ def check_accelerator(
             "out on CPUs without a word. Leave it out of the options, or wrap the model with "
             "torch.distributed.fsdp.fully_shard"
         )
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    if kind == "FSDP" and getattr(plugin, "fsdp_version", 2) != 2:
+        _warn_of_fsdp1()
     if kind == "DEEPSPEED" or _asks_for("DEEPSPEED"):  # which Accelerate leaves out on CPUs, too
         raise ValueError(
             "the Accelerator uses DeepSpeed, expected DDP or FSDP: for DeepSpeed write the loop "
             "with its engine and hcp.integrations.deepspeed"
         )
+
+
+@cache
+def _warn_of_fsdp1() -> None:
+    _log.warning(
+        "hcp: the Accelerator shards by FSDP 1, under which hcp was not tested: say fsdp_version=2 "
+        'to FullyShardedDataParallelPlugin, or fsdp_config={"version": 2} to TrainingArguments, '
+        "whose default it is from Transformers 5.12 on"
+    )
 
 
 def _check_accumulation(accelerator: Any) -> None:

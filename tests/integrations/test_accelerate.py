@@ -202,6 +202,18 @@ def test_a_cp_size_that_contradicts_the_configuration_or_comes_too_late_is_refus
         check_accelerator(asking, takes_cp=True)
 
 
+def test_fsdp_1_is_warned_of_once(caplog):
+    from hcp.integrations import accelerate as ours
+
+    ours._warn_of_fsdp1.cache_clear()  # of this process, which other tests use
+    with caplog.at_level("WARNING", logger="hcp"):
+        for version in (2, 1, 1):
+            says = Namespace(fsdp_plugin=Namespace(fsdp_version=version))
+            ours.check_accelerator(asking_for_cp(1, state=says))
+    assert len(caplog.messages) == 1
+    assert "shards by FSDP 1, under which hcp was not tested: say fsdp" in caplog.messages[0]
+
+
 def warn_of_a_barrier(rank, size):
     """What is logged of a loader that knows no model, for one that is sharded by hand."""
     from accelerate import Accelerator
@@ -422,8 +434,13 @@ def take_a_rank_for_a_job(rank, size):
     from hcp.integrations.accelerate import ContextParallel
 
     as_torchrun(size)
+    accelerator, config = Accelerator(), hcp.Config(max_seqlen_per_dp_cp_rank=8)
+    if accelerator.num_processes == size:  # 1.11 joins the ranks of a CPU also without cpu=True
+        assert ContextParallel(accelerator, config).groups.size("dp_cp") == size
+        accelerator = mock.Mock(wraps=accelerator, num_processes=1, parallelism_config=None)
+        accelerator.gradient_accumulation_steps = 1
     with pytest.raises(ValueError, match=r"the domain has 2 ranks, expected 1: .*cpu=True to Acc"):
-        ContextParallel(Accelerator(), hcp.Config(max_seqlen_per_dp_cp_rank=8))
+        ContextParallel(accelerator, config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would use the GPUs")

@@ -1891,7 +1891,8 @@ def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
 
 SHARDED = {
     "fsdp": True,
-    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    # Transformers before 5.12 takes FSDP1 where no version is named.
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     "max_steps": 6,
     "eval_steps": 3,
 }
