@@ -106,16 +106,19 @@ def test_pipeline_stages_train_as_megatron_lm_does(folder):
 
 
 @needs_training
-def test_the_logged_loss_of_a_prediction_layer_is_the_mean_over_tokens_whatever_the_plan(folder):
-    """As Megatron-LM logs it of one micro-batch; of several it logs the mean of their means."""
+def test_prediction_layers_train_and_log_means_over_tokens_whatever_the_plan(folder):
+    """As Megatron-LM does with one micro-batch; of several it takes the means of each."""
     from support.megatron_lm import run
 
-    once = ("--train-iters", "1", "--eval-iters", "0", "--mtp-num-layers", "1")
-    alone = run("alone", 1, *once, "--micro-batch-size", "4", folder=folder)
+    steps = ("--train-iters", "3", "--eval-iters", "0", "--mtp-num-layers", "2")
+    alone = run("alone", 1, *steps, "--micro-batch-size", "4", folder=folder)
     for ranks, limit in ((1, "32"), (1, "128"), (2, "20")):
-        planned = run("launch", ranks, *DYNAMIC[:2], limit, *once, folder=folder)
-        expected = pytest.approx(alone.others["mtp_1 loss"][0], **PRINTED)
-        assert planned.others["mtp_1 loss"] == [expected], (ranks, limit)
+        planned = run("launch", ranks, *DYNAMIC[:2], limit, *steps, folder=folder)
+        for name in ("mtp_1 loss", "mtp_2 loss"):
+            expected = [pytest.approx(loss, **PRINTED) for loss in alone.others[name]]
+            assert len(expected) == 3
+            assert planned.others[name] == expected, (name, ranks, limit)
+        agree(planned, alone)
 
 
 @needs_training

@@ -101,7 +101,8 @@ CASES = {
         builder="float64",
         lengths=TWENTY,
     ),
-    "mtp": Case(("--mtp-num-layers", "1"), lengths=EIGHT),
+    # Megatron weighs predictions by the tokens of a micro-batch, hcp by those of the step.
+    "mtp": Case(("--mtp-num-layers", "2"), lengths=EIGHT, together=True),
 }
 
 

@@ -3,7 +3,7 @@
 `ranks.run_ranks` calls `train(rank, size, case, ...)`. A case names the model's options. Weights
 are drawn from a parameter's global name and cut for the rank, so that all layouts of a model start
 from equal weights. `train_alone` is the reference: one rank, Megatron's own model, layers, schedule
-and data without hcp, one document in a micro-batch.
+and data without hcp, one document in a micro-batch, or a step's documents side by side in one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Case:
     """A name in `BUILDERS` of another model than the program's."""
     lengths: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each step."""
+    together: bool = False
+    """Whether the reference has the documents of a step in one micro-batch, padded."""
 
     def but(self, *flags: str) -> Case:
-        return Case((*self.flags, *flags), self.options, self.builder, self.lengths)
+        return dataclasses.replace(self, flags=(*self.flags, *flags))
 
 
 @dataclass
@@ -246,7 +248,7 @@ def _train_alone(case: Case) -> Outcome:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         documents = [document(i, j, n) for j, n in enumerate(lengths)]
-        loss, tokens = run_alone(model, documents, losses)
+        loss, tokens = run_alone(model, documents, losses, together=case.together)
         if i == 0:
             for name, parameter, _ in parameters_of(model, job.args):
                 outcome.gradients[name] = parameter.main_grad.clone()
@@ -260,18 +262,24 @@ def _train_alone(case: Case) -> Outcome:
 
 
 def run_alone(
-    model: list[Any], documents: list[torch.Tensor], losses: Any, forward_only: bool = False
+    model: list[Any],
+    documents: list[torch.Tensor],
+    losses: Any,
+    forward_only: bool = False,
+    together: bool = False,
 ) -> tuple[float, int]:
-    """Run Megatron's schedule over the documents, one per micro-batch. Return (mean, tokens)."""
+    """Run Megatron's schedule over the documents, one per micro-batch, or all of them in one.
+    Return (mean, tokens)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    batches = [documents] if together else [[document] for document in documents]
     reports = get_forward_backward_func()(
         forward_step_func=functools.partial(step_alone, losses=losses),
-        data_iterator=iter(documents),
+        data_iterator=iter(batches),
         model=model,
-        num_microbatches=len(documents),
+        num_microbatches=len(batches),
         seq_length=LONGEST,
-        micro_batch_size=1,
+        micro_batch_size=len(batches[0]),
         forward_only=forward_only,
     )
     total, tokens = torch.stack([report["lm loss"] for report in reports]).double().sum(0).tolist()
@@ -279,13 +287,15 @@ def run_alone(
 
 
 def step_alone(
-    data_iterator: Iterator[torch.Tensor], model: Any, *, losses: Any
+    data_iterator: Iterator[list[torch.Tensor]], model: Any, *, losses: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Compute one document. Every token but the last predicts the next one."""
-    tokens = next(data_iterator)[None]
-    labels, mask = tokens.roll(-1), torch.ones(tokens.shape)
-    mask[0, -1] = 0.0
-    positions = torch.arange(tokens.shape[1])[None]
+    """Compute documents, padded at their ends. Every token but the last predicts the next one."""
+    documents = next(data_iterator)
+    tokens = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    labels, mask = tokens.roll(-1, dims=1), torch.zeros(tokens.shape)
+    for row, document in zip(mask, documents, strict=True):
+        row[: len(document) - 1] = 1.0
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     mtp = {"loss_mask": mask} if model.config.mtp_num_layers else {}
     out = model(tokens, positions, None, labels=None if losses else labels, **mtp)
     out = losses(out, labels) if losses else out

@@ -51,7 +51,7 @@ class Trained:
     """What hcp wrote to TensorBoard of each iteration."""
 
 
-OTHERS = ("mtp_1 loss", "z_loss")
+OTHERS = ("mtp_1 loss", "mtp_2 loss", "z_loss")
 
 
 def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -> Trained:

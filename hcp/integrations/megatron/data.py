@@ -20,6 +20,7 @@ from hcp._words import Sync
 from hcp.integrations.barrier import waits_in_layers
 from hcp.integrations.documents import bounds_of, first_miscounted, short
 from hcp.integrations.megatron.megatron_packed import packed_seq_params, with_padding
+from hcp.integrations.megatron.mtp import PredictionTokens
 from hcp.integrations.megatron.pool import CPGroupPool
 from hcp.integrations.too_long import fit_of
 from hcp.step.ahead import ReadItems
@@ -46,6 +47,10 @@ class MicroBatches:
             _batch_of(cp, local, has_rows, group)
             for (cp, local), group in zip(step, cp_groups or [None] * len(step), strict=True)
         ]
+        if has_rows and self._batches:
+            tokens = PredictionTokens(self._batches)
+            for batch in self._batches:
+                batch["prediction_tokens"] = tokens
 
     def __len__(self) -> int:
         """The value for `num_microbatches`, the same on every rank."""

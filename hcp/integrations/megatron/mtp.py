@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,15 +14,55 @@ from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 
 
 class _Counted(Tensor):
-    """A mask whose sum is the count before the first shift, see `roll_tensor`."""
+    """A mask whose sum is the number of its tokens in the whole step."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def sum(self, *positional: Any, **named: Any) -> Tensor:
         if positional or named:
             return super().sum(*positional, **named)
-        count: Tensor = self.count_before_shifts  # type: ignore[attr-defined]
+        count = _counts(self)[0].view(())
+        count.own_rows = self.as_subclass(Tensor).sum()  # type: ignore[attr-defined]
         return count
+
+
+class PredictionTokens:
+    """How many tokens of a step the main loss and each prediction layer count.
+
+    Layer d predicts the token d further on, so that it counts those loss tokens of a sequence that
+    have d tokens before them. Release 0.17 of Megatron-Core and later ones multiply its losses by
+    the ratio of the main loss's tokens to its own, in order that both are means: of the micro-batch
+    and rank. These numbers are the whole step's, and do not depend on the plan.
+    """
+
+    def __init__(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """`batches`: of the step's micro-batches on this rank, with their rows."""
+        self._rows = [(batch["loss_mask"], batch["position_ids"]) for batch in batches]
+        self._handler = batches[0]["packed_seq_params"].cp_handler
+        self._counts: tuple[Tensor, ...] = ()
+
+    def of(self, layers: int) -> tuple[Tensor, ...]:
+        """Count for the main loss and so many layers, scalars in float64. Every rank of the domain
+        calls it first in the same micro-batch, once in a step."""
+        if len(self._counts) != 1 + layers:
+            own = [
+                torch.stack([(mask * (places >= depth)).sum() for depth in range(1 + layers)])
+                for mask, places in self._rows
+            ]
+            counts = torch.stack(own).double().sum(0)
+            self._counts = self._handler.group.sum_over_domain(counts).unbind()
+        return self._counts
+
+
+def mask_of(batch: Mapping[str, Any], layers: int) -> Tensor | None:
+    """Return a batch's loss mask, which knows the counts of the step where this release of Megatron
+    weighs prediction layers by them."""
+    from megatron.core.transformer import multi_token_prediction
+
+    mask: Tensor | None = batch["loss_mask"]
+    if mask is None or not hasattr(multi_token_prediction, "process_mtp_loss"):
+        return mask
+    return _with_counts(mask.as_subclass(_Counted), batch["prediction_tokens"].of(layers))
 
 
 def roll_tensor(
@@ -41,10 +81,10 @@ def roll_tensor(
     """Shift (1, T) along the documents of the micro-batch, and count. Replaces Megatron's function
     of this name.
 
-    Megatron's count is the sum of the result. Release 0.19 scales the losses of a prediction layer
-    by the ratio of this rank's tokens before and after the shift, which depends on the plan. So
-    this function returns the count before the first shift. A token of each layer then has the
-    weight of one of the main loss, as in release 0.16.
+    Megatron's count is that of this rank's tokens after the shift, which depends on the plan. This
+    function returns the whole step's, if the mask knows it (see `mask_of`), else the count before
+    the first shift: a token of each layer then has the weight of one of the main loss, as in
+    release 0.16.
 
     Megatron's branch dev passes a list of tensors, with the value that enters each at the ends, and
     takes a list. It sums the loss mask itself, so the `sum()` of that mask is the count. What it
@@ -60,9 +100,8 @@ def roll_tensor(
     rolled = _rolled(tensor, shifts, dims, cp_group, packed_seq_params, 0)
     if not return_sum:
         return rolled, None
-    count = _count(tensor)
-    rolled.count_before_shifts = count  # type: ignore[attr-defined]
-    return rolled, count
+    _with_counts(rolled, _counts_after(tensor))
+    return rolled, _counts(rolled)[0]
 
 
 def _field(
@@ -76,15 +115,24 @@ def _field(
 ) -> Tensor:
     rolled = _rolled(tensor, shifts, dims, cp_group, packed_seq_params, fill)
     if name == "loss_mask":
-        count = _count(tensor)
-        rolled = rolled.as_subclass(_Counted)
-        rolled.count_before_shifts = count  # type: ignore[attr-defined]
+        rolled = _with_counts(rolled.as_subclass(_Counted), _counts_after(tensor))
     return rolled
 
 
-def _count(tensor: Tensor) -> Tensor:
-    count: Tensor | None = getattr(tensor, "count_before_shifts", None)
-    return tensor.sum() if count is None else count
+def _with_counts(mask: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    mask.counts = counts  # type: ignore[attr-defined]
+    return mask
+
+
+def _counts(mask: Tensor) -> Sequence[Tensor]:
+    """The tokens of a mask now, and after each further shift if they are known."""
+    counts: Sequence[Tensor] | None = getattr(mask, "counts", None)
+    return [mask.as_subclass(Tensor).sum()] if counts is None else counts
+
+
+def _counts_after(mask: Tensor) -> Sequence[Tensor]:
+    counts = _counts(mask)
+    return counts[1:] or counts
 
 
 def _rolled(
@@ -123,12 +171,21 @@ class _LoggedSums:
         num_layers: int,
         **groups: Any,
     ) -> None:
-        self._own.save_metrics_to_tracker(loss, correct, total, layer_number, num_layers, **groups)
+        own = loss.detach() * _counts(total)[0].clamp(min=1)
+        mean = own / total.clamp(min=1)
+        self._own.save_metrics_to_tracker(mean, correct, total, layer_number, num_layers, **groups)
         if layer_number is None:
             return
-        sums = self._own.tracker.setdefault(_SUMS, loss.new_zeros(2, num_layers).detach())
-        sums[0, layer_number] += loss.detach() * _count(total).clamp(min=1)
+        sums = self._own.tracker.setdefault(_SUMS, own.new_zeros(2, num_layers))
+        sums[0, layer_number] += own
         sums[1, layer_number] += total.detach()
+
+    def save_loss_to_tracker(self, loss: Tensor, tokens: Any, *others: Any, **named: Any) -> None:
+        """As branch dev calls it, with the sum of this rank's losses and the tokens of its mask."""
+        self._own.save_loss_to_tracker(loss, getattr(tokens, "own_rows", tokens), *others, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 def _with_count(counts: Any) -> Any:
@@ -136,9 +193,9 @@ def _with_count(counts: Any) -> Any:
     losses was divided by."""
 
     def counted(logits: Tensor, labels: Tensor, loss_mask: Tensor, *others: Any) -> Any:
-        correct, total = counts(logits, labels, loss_mask, *others)
-        total.count_before_shifts = _count(loss_mask)
-        return correct, total
+        own = loss_mask.as_subclass(Tensor)
+        correct, total = counts(logits, labels, own, *others)
+        return correct, _with_counts(total, _counts(loss_mask)[:1])
 
     return counted
 
@@ -159,8 +216,9 @@ def _with_our_roll(function: Any) -> Any:
     if "process_mtp_loss" in function.__code__.co_names:
         names["process_mtp_loss"] = _with_our_roll(names["process_mtp_loss"])
     if "save_metrics_to_tracker" in function.__code__.co_names:
-        names["MTPLossLoggingHelper"] = _LoggedSums(names["MTPLossLoggingHelper"])
         names[_COUNTS] = _with_count(names[_COUNTS])
+    if "MTPLossLoggingHelper" in function.__code__.co_names:
+        names["MTPLossLoggingHelper"] = _LoggedSums(names["MTPLossLoggingHelper"])
     made = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )

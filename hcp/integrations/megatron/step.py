@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from hcp.integrations.megatron.megatron_checks import check_experts
+from hcp.integrations.megatron.mtp import mask_of
 from hcp.step.loss import masked_sum
 
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -46,7 +47,7 @@ def forward_step(
             "prediction layers are computed inside the model"
         )
     batch = next(data_iterator)
-    masks = {"loss_mask": batch["loss_mask"]} if _of(config, "mtp_num_layers") else {}
+    masks = {"loss_mask": _mask_of(batch, config, model)} if _of(config, "mtp_num_layers") else {}
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -58,6 +59,15 @@ def forward_step(
     if losses is not None and get_attr_wrapped_model(model, "post_process"):
         output = losses(output, batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def _mask_of(batch: Mapping[str, Any], config: Any, model: Any) -> Tensor | None:
+    """Return the loss mask for a model with prediction layers. Only the chunk that computes losses
+    counts them, and only in training: every rank of the domain does in the same micro-batch."""
+    if get_attr_wrapped_model(model, "post_process") and torch.is_grad_enabled():
+        return mask_of(batch, _of(config, "mtp_num_layers"))
+    mask: Tensor | None = batch["loss_mask"]
+    return mask
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
