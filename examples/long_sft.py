@@ -128,11 +128,17 @@ def chosen(args: argparse.Namespace, config: Any) -> memory.Forecast:
 # ---- the run -------------------------------------------------------------------------------------
 
 
+def sharded(layer_class: str, offload: bool) -> dict[str, Any]:
+    """FSDP2, each layer a group of its own."""
+    fsdp: Any = True
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 12):  # then it wants words
+        fsdp = "full_shard auto_wrap" + " offload" * offload
+    wrap = {"version": 2, "transformer_layer_cls_to_wrap": [layer_class]}
+    return {"fsdp": fsdp, "fsdp_config": wrap | {"cpu_offload": offload}}
+
+
 def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
-    sharded: dict[str, Any] = {}
-    if ON_GPUS or args.fsdp:
-        wrap = {"transformer_layer_cls_to_wrap": [layer_class]}
-        sharded = {"fsdp": True, "fsdp_config": wrap | {"offload_params": args.offload_state}}
+    shards = sharded(layer_class, args.offload_state) if ON_GPUS or args.fsdp else {}
     return SFTConfig(
         output_dir=args.output,
         max_steps=args.steps,
@@ -151,7 +157,7 @@ def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
         save_strategy="steps" if args.save_steps else "no",
         save_steps=args.save_steps or 500,
         seed=args.seed,
-        **sharded,
+        **shards,
     )
 
 

@@ -148,9 +148,14 @@ def test_logits_and_gradients_are_those_of_whole_sequences(kind):
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
+needs_recurrent_layers = pytest.mark.skipif(
+    versions.numbers(versions.installed("transformers")) < (5, 17),
+    reason="older recurrent layers mix the documents of a pack: the probe refuses them",
+)
 RECURRENT = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "zamba2")
 
 
+@needs_recurrent_layers
 @pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_next", "zamba2"])
 def test_recurrent_layers_exchange_rows_for_heads(kind):
     from hcp.integrations.transformers import register_hcp_attention
@@ -177,6 +182,7 @@ def joined(dataset):
     }
 
 
+@needs_recurrent_layers
 @pytest.mark.parametrize(
     ("kind", "scan_type"),
     [
@@ -203,6 +209,7 @@ def test_documents_of_one_sequence_are_to_recurrent_layers_what_each_is_alone(ki
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
+@needs_recurrent_layers
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_pass_states_and_start_anew_in_each_document(kind):
     from hcp.integrations.transformers import register_hcp_attention
