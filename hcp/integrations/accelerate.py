@@ -29,6 +29,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers, warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.experts import warn_of_experts
+from hcp.integrations.gathers import without_reduction
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -135,7 +136,7 @@ class ContextParallel:
             self._warned = True
             warn_of_experts(model)
             warn_of_the_barrier(model, step.plan)
-        yield from step.reducing_last(partial(self.accelerator.no_sync, model))
+        yield from step.reducing_last(partial(without_reduction, self.accelerator, model))
 
     def eval_loader(
         self,

@@ -101,7 +101,7 @@ def test_a_prepared_loop_trains_as_on_one_rank(config, tmp_path):
     assert 0 in itertools.chain(*(rows for *_, rows in three)), "no rank was without rows"
 
 
-def train_sharded(rank, size, config, cp_size=1):
+def train_sharded(rank, size, config, cp_size=1, reshards=True):
     """Losses of two epochs under Accelerate's FSDP2, and how many parameters a rank holds."""
     from accelerate import Accelerator, ParallelismConfig, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -111,7 +111,9 @@ def train_sharded(rank, size, config, cp_size=1):
     as_torchrun(size)
     PartialState(cpu=True)
     with fsdp_on_cpus():
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="NO_WRAP", reshard_after_forward=reshards
+        )
         parallelism = None if cp_size == 1 else ParallelismConfig(cp_size=cp_size)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=parallelism)
         parallel = ContextParallel(accelerator, config)
@@ -146,11 +148,12 @@ def train_sharded(rank, size, config, cp_size=1):
     return losses, evaluation.mean, held
 
 
-def test_accelerates_fsdp2_shards_parameters_over_the_domain():
+@pytest.mark.parametrize("reshards", [True, False], ids=["reshards", "stays"])
+def test_accelerates_fsdp2_shards_parameters_over_the_domain(reshards):
     """Accelerate takes it on accelerators only; see fsdp_on_cpus."""
     config = hcp.Config(max_seqlen_per_dp_cp_rank=34, eval_context_parallel_size=3)
     alone = run_ranks(1, train_sharded, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
-    three = run_ranks(3, train_sharded, config)
+    three = run_ranks(3, train_sharded, config, 1, reshards)
     for losses, mean, _ in three:
         assert losses == pytest.approx(alone[0], abs=1e-9)
         assert mean == pytest.approx(alone[1], abs=1e-9)
