@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from support.megatron_delta import with_delta_net
 from support.megatron_models import YARN, mamba_hybrid
 from support.ranks import run_ranks
+from support.trees import Tree
 
 import hcp
 
@@ -225,19 +226,29 @@ def packed(lengths, several):
 
 
 def computed(
-    model, ranks, lengths, room, alignment=1, comm_types=None, scan_type="auto", several=False
+    model,
+    ranks,
+    lengths,
+    room,
+    alignment=1,
+    comm_types=None,
+    scan_type="auto",
+    several=False,
+    masks=None,
+    **degrees,
 ):
     """Logits of every document, the sum of all ranks' gradients, the degrees of groups, and how
-    keys travelled. `several`: see `packed`."""
+    keys travelled. `several`: see `packed`. `masks`: of each document."""
     from hcp.integrations.megatron import packed_seq_params
 
-    samples, own_lengths, masks = packed(lengths, several)
+    samples, own_lengths, joined_masks = packed(lengths, several)
+    masks = masks or joined_masks
     parameters = list(model.parameters())
 
     def on_rank(groups):
         rank = groups.rank("dp_cp")
         sources = [i % ranks for i in range(len(own_lengths))]
-        limits = {"ranks": ranks, "max_tokens_per_rank": room, "alignment": alignment}
+        limits = {"ranks": ranks, "max_tokens_per_rank": room, "alignment": alignment, **degrees}
         if room is None:
             plan = plan_with_ranks_without_rows(lengths)
         else:
@@ -290,16 +301,7 @@ def compare(
     scan_type="auto",
     several=False,
 ):
-    from hcp.integrations.megatron import megatron_on_cpu
-
-    if "hybrid" in name:
-        from support.megatron_scan import stand_in_for_kernels
-
-        stand_in_for_kernels()
-    with megatron_on_cpu(), contextlib.ExitStack() as wide:
-        if is_recurrent(name):  # Megatron's own casts, one of them in a compiled function
-            wide.enter_context(torch.compiler.set_stance("force_eager"))
-            wide.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+    with layers_on_cpu(name):
         own, model = build_both(name, MODELS[name], fused_rope)
         expected = computed_alone(own, LENGTHS)
         given = ranks, LENGTHS, room, alignment
@@ -311,6 +313,21 @@ def compare(
         assert any(float(rows.std()) > 0.1 for rows in expected[0].values())
 
 
+@contextlib.contextmanager
+def layers_on_cpu(name):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    if "hybrid" in name:
+        from support.megatron_scan import stand_in_for_kernels
+
+        stand_in_for_kernels()
+    with megatron_on_cpu(), contextlib.ExitStack() as wide:
+        if is_recurrent(name):  # Megatron's own casts, one of them in a compiled function
+            wide.enter_context(torch.compiler.set_stance("force_eager"))
+            wide.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
+
+
 def is_recurrent(name):
     return "delta" in name or "hybrid" in name
 
@@ -318,7 +335,7 @@ def is_recurrent(name):
 def check_equal(found, expected, own, model, bound):
     """Logits of all documents to 1e-10, and gradients to a bound; of both models."""
     (logits, summed), (theirs, gradients) = found, expected
-    assert sorted(logits) == sorted(theirs) == list(range(len(LENGTHS)))
+    assert sorted(logits) == sorted(theirs) == list(range(len(theirs)))
     for i, rows in theirs.items():
         assert float((logits[i] - rows).abs().max()) < 1e-10, i
     by_name = dict(zip([path for path, _ in own.named_parameters()], gradients, strict=True))
@@ -360,32 +377,81 @@ def test_documents_of_one_sequence_are_to_layers_what_each_is_alone(name, scan_t
     run_ranks(1, compare, name, 3, 32, 4, None, True, scan_type, True, timeout=110)
 
 
-def refuse_branches(rank, size, name):
-    from hcp.integrations.megatron import megatron_on_cpu, packed_seq_params
+TREES = (
+    Tree((9, 7, 5, 3, 1, 6, 2), (-1, 0, 0, 1, 1, 3, 0)),
+    Tree((5,), (-1,)),
+    Tree((2, 3, 4), (-1, 0, 0)),
+)
+"""Of depth 4, with a part of one token; a text; and a prompt shorter than a convolution."""
 
-    if "hybrid" in name:
-        from support.megatron_scan import stand_in_for_kernels
 
-        stand_in_for_kernels()
+def each_text(model):
+    """Logits of every tree, and the sum of their gradients, each text by itself. A token that
+    several texts share counts once."""
+    parameters, logits = list(model.parameters()), {}
+    sums = [torch.zeros_like(p) for p in parameters]
+    drawn = documents([tree.length for tree in TREES])
+    for i, (tree, tokens, weights) in enumerate(zip(TREES, *drawn, strict=True)):
+        logits[i] = torch.full_like(weights, torch.nan)
+        for text, first in zip(tree.texts, tree.firsts, strict=True):
+            out = model(tokens[None, text], torch.arange(len(text))[None], None)[0]
+            loss = (out[first] * weights[text][first]).sum()
+            for total, grad in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+                total += grad
+            logits[i][text] = out.detach()
+    return logits, sums
+
+
+def compare_trees(rank, size, name, degree, scan_type):
+    with layers_on_cpu(name):
+        own, model = build_both(name, MODELS[name])
+        lengths, masks = [tree.length for tree in TREES], [tree.mask for tree in TREES]
+        given = degree + 1, lengths, 48 // degree, 1, ["p2p"], scan_type
+        limits = {"min_degree": degree, "max_degree": degree}
+        *found, degrees, ways = computed(model, *given, masks=masks, **limits)
+        assert degrees == {degree}
+        check_equal(found, each_text(own), own, model, 1e-10)
+        assert scan_type == "auto" or (scan_type, scan_type) in ways
+
+
+@pytest.mark.parametrize(
+    ("name", "scan_type"),
+    [
+        ("grouped queries", "auto"),
+        ("a Mamba hybrid", "auto"),
+        ("a Mamba hybrid", "pass_states"),
+        ("a gated delta net", "pass_states"),
+        ("a gated delta net", "sequence_to_head"),
+    ],
+)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_texts_of_trees_are_to_layers_what_each_is_alone(name, scan_type, degree):
+    """One rank more than the largest tree has: ranks without rows take part."""
+    run_ranks(1, compare_trees, name, degree, scan_type, timeout=110)
+
+
+def refuse_branches(rank, size):
+    from hcp.integrations.megatron import packed_seq_params
+
     mask = hcp.Mask.shared_prefix(6, [4, 4])
     plan = hcp.plan([14], masks=[mask], ranks=3, max_tokens_per_rank=14, min_degree=2, max_degree=2)
 
     def work(groups):
-        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        options = {"scan_type": "sequence_to_head"}
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, **options)
         tokens = torch.zeros(1, cp.rows or 1, dtype=torch.int64)
         params = packed_seq_params(cp, rows=tokens.shape[1])
         with pytest.raises(ValueError, match=r"the mask of sequence 0 has branches"):
             model(tokens, torch.zeros_like(tokens), None, packed_seq_params=params)
 
-    with megatron_on_cpu(), torch.compiler.set_stance("force_eager"):
-        _, model = build_both(name, MODELS[name])
+    with layers_on_cpu("a Mamba hybrid"):
+        _, model = build_both("a Mamba hybrid", MODELS["a Mamba hybrid"])
         hcp.loopback(3, work)
 
 
-@pytest.mark.parametrize("name", ["a Mamba hybrid", "a gated delta net"])
-def test_recurrent_layers_refuse_branches_by_name(name):
+def test_a_mamba_mixer_that_is_to_exchange_heads_refuses_branches_by_name():
     """On all ranks, those without rows too."""
-    run_ranks(1, refuse_branches, name, timeout=110)
+    run_ranks(1, refuse_branches, timeout=110)
 
 
 @pytest.mark.parametrize("name", ["a Mamba hybrid of few heads", "a gated delta net of one head"])

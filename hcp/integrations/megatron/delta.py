@@ -30,7 +30,6 @@ def passing_states(net: type) -> type:
             self, hidden_states, attention_mask=None, *given, packed_seq_params=None, **options
         ):
             cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
-            cp.plan.core.expect_no_branches("Megatron's gated delta net")
             projected, _ = self.in_proj(hidden_states)
             heads, keys = self.num_value_heads, 2 * self.qk_dim + self.v_dim
             sizes = [size // self.tp_size for size in (keys, self.v_dim, heads, heads)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hcp
-from hcp.attention.scan_types import PASS_STATES, ScanChoice
+from hcp.attention.scan_types import PASS_STATES, SEQUENCE_TO_HEAD, ScanChoice
 from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 from hcp.integrations.megatron.twin import named, twin
 from hcp.integrations.recurrent import convolve, mamba_states, scan_mamba
@@ -131,11 +131,12 @@ def sharing_heads(mixer: type) -> type:
             self, hidden_states, inference_context=None, *, packed_seq_params=None, **options
         ):
             cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
-            cp.plan.core.expect_no_branches("Megatron's Mamba mixer")
+            if cp.scan.type == SEQUENCE_TO_HEAD:  # the kernel starts all sequences from zeros
+                cp.plan.core.expect_no_branches(f"A Mamba mixer under scan_type {cp.scan.type!r}")
             choice = self._choice(cp, hidden_states)
             if cp.degree == 0:
                 return self._no_rows(hidden_states)
-            if cp.degree > 1 and choice.used == PASS_STATES:
+            if cp.layout.has_branches or (cp.degree > 1 and choice.used == PASS_STATES):
                 return self._by_states(cp, hidden_states)
             own = twin(self, cp=HeadShare(self.cp, cp))
             return super(Mixer, own).forward(
