@@ -21,6 +21,7 @@ MAILBOX_SECTIONS: tuple[tuple[str, int], ...]
 PACKED_SECTIONS: tuple[tuple[str, int], ...]
 BLOCK_SECTIONS: tuple[tuple[str, int], ...]
 TREES_SECTIONS: tuple[tuple[str, int], ...]
+TREE_MASK_SECTIONS: tuple[tuple[str, int], ...]
 PACKED_SIZES: tuple[str, ...]
 SCHEDULE_SIZES: tuple[str, ...]
 SIGNALS: dict[str, int]
@@ -52,6 +53,7 @@ def read_schedule(
 def link_bytes(ranks: int, buffer_bytes: int, /) -> int: ...
 def link_buffer_bytes(staged: int, /) -> int: ...
 def signal_tag(word: int, /) -> int: ...
+def tree_mask(lengths: Sequence[int], parents: Sequence[int], /) -> memoryview: ...
 def trees(
     tokens: Buffer,
     token_bytes: int,

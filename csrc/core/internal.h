@@ -296,4 +296,10 @@ hcp_status hcp__no_schedule(int64_t word_count, const char *what, hcp_error *err
 /* Makes a table of the first n sections, or HCP_NO_MEMORY after a failed append. */
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table, hcp_error *err);
 
+/* ---- Masks of trees (tree_mask.c) ---- */
+
+/* Appends what HCP_TREE_MASK_SECTIONS has of parts that are checked. */
+void hcp__append_tree_mask(const hcp_tree_parts *parts, hcp__lists *lists, int32_t slices,
+                           int32_t positions);
+
 #endif

@@ -343,17 +343,27 @@ static void append_sums(growing *g, int64_t row) {
   }
 }
 
+static void append_mask(growing *g) {
+  if (g->parts < 2 || g->lists.failed) return;
+  int64_t first = hcp__records(&g->lists, HCP_TREES_PARTS) - g->parts;
+  const int64_t *part = hcp__record(&g->lists, HCP_TREES_PARTS, first);
+  const hcp_tree_parts parts = {part + 1, part + 2, widths[HCP_TREES_PARTS], g->parts};
+  hcp__append_tree_mask(&parts, &g->lists, HCP_TREES_SLICES, HCP_TREES_POSITIONS);
+}
+
 static void append_tree(growing *g, const tree *t) {
   int64_t row = g->row;
   g->tree = *t;
   g->depth = g->parts = 0;
   for (int64_t i = t->first; i < t->end; i++) append_rollout(g, i);
   append_sums(g, row);
+  append_mask(g);
   g->leaves += t->end - t->first;
-  hcp__append(
-      &g->lists, HCP_TREES_TREES,
-      (const int64_t[]){hcp__records(&g->lists, HCP_TREES_PARTS), g->leaves,
-                        hcp__records(&g->lists, HCP_TREES_PATHS), t->rows, (int64_t)t->pairs});
+  hcp__append(&g->lists, HCP_TREES_TREES,
+              (const int64_t[]){hcp__records(&g->lists, HCP_TREES_PARTS), g->leaves,
+                                hcp__records(&g->lists, HCP_TREES_PATHS), t->rows,
+                                (int64_t)t->pairs, hcp__records(&g->lists, HCP_TREES_SLICES),
+                                hcp__records(&g->lists, HCP_TREES_POSITIONS)});
 }
 
 static void append_alone(growing *g, const tree *t) {

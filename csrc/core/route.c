@@ -363,11 +363,21 @@ static hcp_status build_roll(const hcp_plan *plan, int32_t micro_batch, int32_t 
   return status;
 }
 
+static hcp_status expect_one_after(const hcp_plan *plan, int64_t shift, hcp_error *err) {
+  if (hcp_plan_expect_no_branches(plan, "", NULL) == HCP_OK) return HCP_OK;
+  return hcp__fail(err, HCP_INVALID,
+                   "roll_tensor is called with shifts %lld in a plan in which the mask of sequence "
+                   "%d has branches (a tree, a shared prefix), expected none, or shifts >= 0: "
+                   "several tokens may follow one; load what follows each row as a field, such as "
+                   "the labels of hcp.prefix_trees",
+                   (long long)shift, plan->documents->branching);
+}
+
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status == HCP_OK)
-    status = shift < 0 ? hcp_plan_expect_no_branches(plan, "hcp_route_roll", err)
+    status = shift < 0 ? expect_one_after(plan, shift, err)
                        : hcp_plan_expect_trees(plan, "hcp_route_roll", err);
   if (status != HCP_OK) return status;
   if (shift < -HCP__LENGTH_MAX || shift > HCP__LENGTH_MAX)

@@ -67,6 +67,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int cross_widths[] = {HCP_CROSS_SECTIONS(WIDTH)};
   static const char *const trees_names[] = {HCP_TREES_SECTIONS(NAME)};
   static const int trees_widths[] = {HCP_TREES_SECTIONS(WIDTH)};
+  static const char *const tree_mask_names[] = {HCP_TREE_MASK_SECTIONS(NAME)};
+  static const int tree_mask_widths[] = {HCP_TREE_MASK_SECTIONS(WIDTH)};
   static const char *const payload_names[] = {HCP_PAYLOAD_SECTIONS(NAME)};
   static const int payload_widths[] = {HCP_PAYLOAD_SECTIONS(WIDTH)};
   static const char *const fixed_names[] = {HCP_FIXED_SECTIONS(NAME)};
@@ -116,6 +118,9 @@ int hcp_py_add_table(PyObject *module) {
           0 ||
       hcp_py_add_owned(module, "TREES_SECTIONS",
                        sections_tuple(trees_names, trees_widths, HCP_TREES_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(
+          module, "TREE_MASK_SECTIONS",
+          sections_tuple(tree_mask_names, tree_mask_widths, HCP_TREE_MASK_SECTION_COUNT)) < 0 ||
       hcp_py_add_owned(module, "LINK_SECTIONS",
                        sections_tuple(link_names, link_widths, HCP_LINK_SECTION_COUNT)) < 0)
     return -1;

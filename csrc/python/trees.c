@@ -81,7 +81,30 @@ static PyObject *trees(PyObject *module, PyObject *args, PyObject *kwargs) {
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
 
+static PyObject *tree_mask(PyObject *module, PyObject *args) {
+  PyObject *given[2];
+  int64_t *rows = NULL, *parents = NULL;
+  Py_ssize_t n, parent_count;
+  hcp_table *table = NULL;
+  hcp_error err = {HCP_INVALID, ""};
+  hcp_status status = HCP_INVALID;
+  int filled = PyArg_ParseTuple(args, "OO:tree_mask", &given[0], &given[1]) &&
+               hcp_py_int64s(given[0], "lengths", &rows, &n) == 0 &&
+               hcp_py_int64s(given[1], "parents", &parents, &parent_count) == 0;
+  if (filled && parent_count != n) {
+    PyErr_Format(PyExc_ValueError, "parents has %zd items, expected %zd", parent_count, n);
+    filled = 0;
+  }
+  if (filled) status = hcp_tree_mask_create(&(hcp_tree_parts){rows, parents, 1, n}, &table, &err);
+  PyMem_Free(rows);
+  PyMem_Free(parents);
+  if (!filled) return NULL;
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
 static PyMethodDef functions[] = {
+    {"tree_mask", tree_mask, METH_VARARGS,
+     "What tokens of a tree of parts see, by their lengths and parents, as words of a table."},
     {"trees", (PyCFunction)(void (*)(void))trees, METH_VARARGS | METH_KEYWORDS,
      "Prefix trees of rollouts, as words of a table."},
     {NULL, NULL, 0, NULL}};

@@ -42,8 +42,8 @@ class Routes:
 
     def roll(self, shift: int) -> Route:
         """Rows shifted along their documents."""
-        core = self._of[0].core
-        (core.expect_no_branches if shift < 0 else core.expect_trees)("cp.roll_tensor")
+        if shift >= 0:  # the core refuses others by itself, where there are branches
+            self._of[0].core.expect_trees("cp.roll_tensor")
         return self._kept(("roll", shift), lambda: Route.roll(*self._of, shift))
 
     def halo(self, before: int) -> Route:

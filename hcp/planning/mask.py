@@ -57,12 +57,10 @@ class Mask:
     A token that is in no slice sees nothing: its attention is 0.
     """
 
-    __slots__ = ("__dict__", "length", "runs", "slices")
+    __slots__ = ("__dict__", "length", "runs")
 
     length: int
     """Tokens of the sequence."""
-    slices: tuple[Slice, ...]
-    """Ascending by their first query, then by their first key."""
     runs: tuple[tuple[int, int], ...] | None
     """(first token, its position) of each run of positions; None: positions are places."""
 
@@ -94,7 +92,7 @@ class Mask:
             )
         made = [_checked(self.length, i, part) for i, part in enumerate(slices)]
         _expect_apart(made)
-        set_once(self, "slices", tuple(sorted(made, key=lambda part: (part.queries, part.keys))))
+        vars(self)["slices"] = tuple(sorted(made, key=lambda part: (part.queries, part.keys)))
         set_once(self, "runs", _runs_of(self.length, positions))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -287,29 +285,24 @@ class Mask:
         """
         sizes = expect_sizes("lengths", lengths)
         expect_items("parents", parents, "indices of parts, -1 for none")
-        if len(parents) != len(sizes):
-            raise ValueError(f"parents has {len(parents)} items, expected {len(sizes)}")
-        starts = [0, *itertools.accumulate(sizes)]
-        seen: list[list[tuple[int, int]]] = []  # tokens of the parts before, joined where adjacent
-        depths: list[int] = []
-        slices: list[Slice] = []
-        for i, parent in enumerate(parents):
-            up = expect_size(f"parents[{i}]", parent, least=-1)
-            if up >= i:
-                raise ValueError(f"parents[{i}] is {up}, expected an earlier part, or -1")
-            own = starts[i], starts[i + 1]
-            before: list[tuple[int, int]] = []
-            if up >= 0:
-                before = list(seen[up])
-                _join(before, (starts[up], starts[up + 1]))
-            seen.append(before)
-            depths.append(depths[up] + sizes[up] if up >= 0 else 0)
-            first = own[0]
-            if before and before[-1][1] == first:
-                first = before[-1][0]  # adjacent: one causal slice
-            slices += [Slice(own, part) for part in before if part[0] < first]
-            slices.append(Slice(own, (first, own[1]), CAUSAL))
-        return cls(starts[-1], slices, list(zip(starts, depths, strict=False)))
+        if not sizes:
+            raise ValueError("lengths is empty, expected one part or more")
+        table = _core.tree_mask(sizes, parents)
+        sections = _core.read_table(table, _core.TREE_MASK_SECTIONS)
+        words, positions = (table[first:end] for first, end, _ in sections)
+        runs = zip(positions[::2], positions[1::2], strict=True)
+        length = expect_size("the sum of lengths", sum(sizes))
+        return cls.of_core(length, words.cast("B"), runs)
+
+    @classmethod
+    def of_core(cls, length: int, words: memoryview, runs: Iterable[tuple[int, int]]) -> Self:
+        """A tree's mask, of the words and the runs that the core has made."""
+        made, kept = cls.__new__(cls), tuple(runs)
+        object.__setattr__(made, "length", length)
+        object.__setattr__(made, "runs", None if kept == ((0, 0),) else kept)
+        vars(made)["words"] = numbers = array("q")
+        numbers.frombytes(words)
+        return made
 
     @classmethod
     def shared_prefix(cls, prompt: int, answers: Sequence[int]) -> Self:
@@ -325,6 +318,12 @@ class Mask:
         return cls.tree([prompt, *answers], [-1] + [0] * len(answers))
 
     # ---- what it says ----
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """Ascending by their first query, then by their first key."""
+        words = self.words
+        return tuple(_slice_of_tree(*words[i : i + 4]) for i in range(0, len(words), 6))
 
     @cached_property
     def pairs(self) -> int:
@@ -369,7 +368,7 @@ class Mask:
         return seen
 
     @cached_property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> array[int]:
         """The slices as the core takes them: two ranges and the band of each."""
         return _words(self.slices)
 
@@ -442,11 +441,10 @@ def _listed(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _join(ranges: list[tuple[int, int]], added: tuple[int, int]) -> None:
-    if ranges and ranges[-1][1] == added[0]:
-        ranges[-1] = (ranges[-1][0], added[1])
-    else:
-        ranges.append(added)
+def _slice_of_tree(first: int, end: int, first_key: int, end_key: int) -> Slice:
+    """Whole parts before the queries, or the queries' own part."""
+    kind = CAUSAL if end_key == end else FULL
+    return Slice((first, end), (first_key, end_key), kind)
 
 
 def _moved(part: Slice, tokens: int) -> Slice:
@@ -509,8 +507,8 @@ def _expect_apart(slices: Sequence[Slice]) -> None:
         )
 
 
-def _words(slices: Iterable[Slice]) -> tuple[int, ...]:
-    return tuple(n for part in slices for n in (*part[0], *part[1], *part.band))
+def _words(slices: Iterable[Slice]) -> array[int]:
+    return array("q", [n for part in slices for n in (*part[0], *part[1], *part.band)])
 
 
 def _runs_of(length: int, positions: Any) -> tuple[tuple[int, int], ...] | None:

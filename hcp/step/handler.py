@@ -658,7 +658,8 @@ class ContextParallelHandler(MovedNames, BoundToProcess):
             x's shape.
 
         Raises:
-            ValueError: the plan has branches and shifts < 0: several tokens may follow one.
+            ValueError: the plan has branches and shifts < 0: several tokens may follow one. Load
+                targets as a field, such as :attr:`hcp.Trees.labels`.
         """
         return self._rows.roll(x, shifts, dims)
 

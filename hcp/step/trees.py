@@ -13,15 +13,17 @@ part of a tree is a run of rows that the same rollouts share.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hcp import _core, ops
-from hcp._validate import expect_items, expect_size
+from hcp._validate import expect_items, expect_size, expect_sizes
 from hcp.exchange.layout import buffer_of, tensor_of
 from hcp.exchange.tables import Sections, places
 from hcp.exchange.transport import flat_rows
@@ -29,11 +31,15 @@ from hcp.planning.cost import CostModel
 from hcp.planning.mask import Mask
 from hcp.step.fields import PER_SEQUENCE, Payload, Rules
 
+_OF_TREES = ("PARTS", "LEAVES", "PATHS", "SLICES", "POSITIONS")
+"""Sections of which each tree has records."""
+
 TREE_ROWS, TREE_SIZES, TREE_PATHS = "tree_rows", "tree_sizes", "tree_paths"
 
 
 def prefix_trees(
-    rollouts: Sequence[Tensor | Sequence[int]],
+    rollouts: Tensor | Sequence[Tensor | Sequence[int]],
+    lengths: Tensor | Sequence[int] | None = None,
     *,
     max_tokens: int | None = None,
     min_shared: int = 1,
@@ -47,8 +53,11 @@ def prefix_trees(
     side, else in the order in which they are given.
 
     Args:
-        rollouts: the tokens of each, (tokens,) integers, whole: prompt and answer. Tensors are
-            quicker than lists.
+        rollouts: the tokens of each, (tokens,) integers, whole: prompt and answer. Quicker than
+            lists are tensors, and quickest one tensor of all: end to end, (all tokens,), or padded
+            at the end, (rollouts, most tokens).
+        lengths: tokens of each rollout, where ``rollouts`` is one tensor: ``cu_seqlens.diff()``, or
+            the sums of an attention mask's rows.
         max_tokens: the most rows of a tree. A larger one is divided into trees that repeat what
             they share. None: no limit.
         min_shared: rows that a part has at least, if several rollouts share it. Each part costs
@@ -63,15 +72,17 @@ def prefix_trees(
         The trees. A rollout that shares nothing is a tree of its own.
 
     Raises:
-        ValueError: a rollout that is no integers, is empty, or is longer than ``max_tokens``; a
-            cost of times (``CostModel.from_function`` or a table), which has no prices of pairs.
+        ValueError: a rollout that is no integers, is empty, or is longer than ``max_tokens``;
+            lengths that are not those of one tensor; a cost of times
+            (``CostModel.from_function`` or a table), which has no prices of pairs.
     """
     prices = None if cost is None else _prices_of(cost)
-    tokens, lengths = _joined(rollouts)
+    padded = isinstance(rollouts, Tensor) and rollouts.dim() == 2
+    tokens, sizes = _joined(rollouts, lengths)
     words = _core.trees(
         buffer_of(tokens),
         tokens.itemsize,
-        lengths,
+        sizes,
         0 if max_tokens is None else expect_size("max_tokens", max_tokens),
         expect_size("min_shared", min_shared),
         0
@@ -80,7 +91,7 @@ def prefix_trees(
         ranks_per_node,
         prices,
     )
-    return Trees(TreeTable(tensor_of(words, torch.int64)), tokens, lengths)
+    return Trees(TreeTable(tensor_of(words, torch.int64)), tokens, sizes, padded=padded)
 
 
 def _prices_of(cost: CostModel) -> tuple[int, ...]:
@@ -92,13 +103,47 @@ def _prices_of(cost: CostModel) -> tuple[int, ...]:
     return cost.prices
 
 
-def _joined(rollouts: Sequence[Tensor | Sequence[int]]) -> tuple[Tensor, list[int]]:
+def _joined(
+    rollouts: Tensor | Sequence[Tensor | Sequence[int]], lengths: Tensor | Sequence[int] | None
+) -> tuple[Tensor, list[int]]:
     """All tokens end to end, of 4 or 8 bytes, and how many each rollout has."""
-    expect_items("rollouts", rollouts, "tokens of each rollout")
-    rows = [_tokens_of(rollout, i) for i, rollout in enumerate(rollouts)]
-    joined = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    if (lengths is not None) != isinstance(rollouts, Tensor):
+        raise ValueError(
+            f"rollouts is a {type(rollouts).__name__} and lengths {lengths!r:.60}, expected one "
+            "tensor of all rollouts and their lengths, or a tensor or list of each, and none"
+        )
+    if isinstance(rollouts, Tensor):
+        assert lengths is not None
+        given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        sizes = list(expect_sizes("lengths", given, least=0))
+        _expect_integers("rollouts", rollouts, 1, 2)
+        joined = _end_to_end("rollouts", rollouts, sizes, rollouts.dim() == 2)
+    else:
+        expect_items("rollouts", rollouts, "tokens of each rollout")
+        rows = [_tokens_of(rollout, i) for i, rollout in enumerate(rollouts)]
+        joined = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        sizes = [row.numel() for row in rows]
     wide = joined.dtype in (torch.int32, torch.int64)
-    return (joined if wide else joined.long()).cpu(), [len(row) for row in rows]
+    return (joined if wide else joined.long()).cpu(), sizes
+
+
+def _end_to_end(name: str, x: Tensor, lengths: Sequence[int], padded: bool) -> Tensor:
+    """Values of all rollouts (tokens, ...), given so, or ``padded``: (rollouts, most, ...)."""
+    count, total, most = len(lengths), sum(lengths), max(lengths, default=0)
+    least = (count, most) if padded else (total,)
+    if x.dim() < len(least) or len(x) != least[0] or (padded and x.shape[1] < most):
+        form = f"{count}, {most} or more" if padded else f"{total}"
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, expected ({form}, ...): {count} rollouts of "
+            f"{total} tokens and at most {most}"
+        )
+    if not padded:
+        return x
+    flat = x.flatten(0, 1)
+    if len(flat) == total:
+        return flat
+    records = torch.stack((torch.arange(count) * x.shape[1], torch.tensor(lengths)), 1)
+    return ops.pack([flat_rows(flat)], records, total).view(total, *x.shape[2:])
 
 
 def _tokens_of(rollout: Any, i: int) -> Tensor:
@@ -106,14 +151,21 @@ def _tokens_of(rollout: Any, i: int) -> Tensor:
         tokens = rollout if isinstance(rollout, Tensor) else torch.as_tensor(rollout)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"rollouts[{i}] is {rollout!r:.60}, expected tokens: {error}") from None
-    kind = tokens.dtype
-    if tokens.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
-        if tokens.numel():
-            raise ValueError(
-                f"rollouts[{i}] is {tuple(tokens.shape)} of {kind}, expected (tokens,) integers"
-            )
+    if not tokens.numel():
         return torch.empty(0, dtype=torch.int64)  # the core names what is empty
+    _expect_integers(f"rollouts[{i}]", tokens, 1)
     return tokens
+
+
+def _expect_integers(name: str, tokens: Tensor, *dims: int) -> None:
+    kind = tokens.dtype
+    floats = kind.is_floating_point or kind.is_complex or kind == torch.bool
+    if tokens.dim() in dims and not floats:
+        return
+    padded = " or (rollouts, tokens)" if 2 in dims else ""
+    raise ValueError(
+        f"{name} is {tuple(tokens.shape)} of {kind}, expected (tokens,){padded} integers"
+    )
 
 
 class TreeTable(Sections):
@@ -133,23 +185,29 @@ class Trees:
     RULES: ClassVar[Rules] = {TREE_SIZES: PER_SEQUENCE, TREE_PATHS: Payload("whole")}
     """The rules of the fields that ``fields`` gives."""
 
-    def __init__(self, table: TreeTable, tokens: Tensor, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, table: TreeTable, tokens: Tensor, lengths: Sequence[int], *, padded: bool = False
+    ) -> None:
         """Name what the core has made.
 
         Args:
             table: the trees.
             tokens: of all rollouts end to end.
             lengths: tokens of each rollout.
+            padded: whether one tensor of all rollouts' values is padded.
         """
-        self._table, self._joined = table, tokens
+        self._table, self._joined, self._padded = table, tokens, padded
         self.rollout_lengths = tuple(lengths)
         """Tokens of each rollout."""
-        ends = table.section("TREES")
-        self.lengths: list[int] = ends[:, 3].tolist()
+        trees = table.section("TREES")
+        self.lengths: list[int] = trees[:, 3].tolist()
         """Rows of each tree, for :func:`hcp.plan`."""
-        self.pairs: list[int] = ends[:, 4].tolist()
+        self.pairs: list[int] = trees[:, 4].tolist()
         """Query-key pairs of each tree."""
-        self._ends = ends[:, :3].t().tolist()
+        ends = F.pad(trees[:, [0, 1, 2, 5, 6]], (0, 0, 1, 0))
+        self._counts = dict(zip(_OF_TREES, ends.diff(dim=0).unbind(1), strict=True))
+        """Records of each tree, by section, and before each tree."""
+        self._before = dict(zip(_OF_TREES, ends[:-1].unbind(1), strict=True))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -161,58 +219,78 @@ class Trees:
             f"{tokens})"
         )
 
-    def _records(self, name: str, ends: Sequence[int]) -> Iterable[Tensor]:
-        """A section's records of each tree."""
-        return self._table.section(name).tensor_split(list(ends)[:-1]) if ends else ()
-
     @cached_property
     def rollouts(self) -> list[tuple[int, ...]]:
         """Which rollouts each tree has, in its order."""
-        leaves = self._records("LEAVES", self._ends[1])
-        return [tuple(records[:, 0].tolist()) for records in leaves]
+        leaves = self._split("LEAVES", self._table.section("LEAVES")[:, 0].tolist())
+        return [tuple(own) for own in leaves]
 
     @cached_property
     def masks(self) -> list[Mask | None]:
         """The mask of each tree, for :func:`hcp.plan`; None: of a single rollout, causal."""
-        parts = self._records("PARTS", self._ends[0])
-        return [
-            None if len(records) == 1 else Mask.tree(*records[:, 1:3].t().tolist())
-            for records in parts
-        ]
+        words = memoryview(buffer_of(self._table.section("SLICES"))).cast("B")
+        slices = self._split("SLICES", words, 48)
+        runs = self._split("POSITIONS", [(*run,) for run in self._table.records("POSITIONS")])
+        each = zip(self.lengths, slices, runs, strict=True)
+        return [Mask.of_core(*own) if own[2] else None for own in each]
+
+    def _split(self, name: str, records: Any, size: int = 1) -> Iterable[Any]:
+        """Divide records of a section, of so many items each, among the trees."""
+        bounds = (0, *(size * self._counts[name].cumsum(0)).tolist())
+        return (records[start:end] for start, end in itertools.pairwise(bounds))
+
+    def _places(self, name: str) -> Tensor:
+        """The number in its tree of each record of a section."""
+        first = self._before[name].repeat_interleave(self._counts[name])
+        return torch.arange(len(first)) - first
+
+    @cached_property
+    def _leaf_rows(self) -> Tensor:
+        """The last row of each leaf's rollout, of all trees' rows end to end."""
+        part = self._table.section("LEAVES")[:, 1]
+        part = part + self._before["PARTS"].repeat_interleave(self._counts["LEAVES"])
+        return self._table.section("PARTS")[:, 1].cumsum(0)[part] - 1
 
     # ---- values ----
 
     @cached_property
     def tokens(self) -> list[Tensor]:
         """The tokens of each tree's rows."""
-        return self._first(self._joined)
+        return self._cut(self._tokens)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        return self._gather(self._joined, "FIRST", sum(self.lengths))
 
     @cached_property
     def labels(self) -> list[Tensor]:
         """The target of each row: the token after it; -100 where a rollout ends."""
-        after = self._joined.roll(-1)
-        ends = torch.tensor(self.rollout_lengths, dtype=torch.int64).cumsum(0) - 1
-        after[ends] = -100
-        return self._first(after)
+        targets = self._tokens.roll(-1)
+        first, rows = self._table.section("FIRST").unbind(1)
+        after = (first + rows).clamp(max=len(self._joined) - 1)
+        targets[rows.cumsum(0) - 1] = self._joined[after]
+        targets[self._leaf_rows] = -100
+        return self._cut(targets)
 
-    def first(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def first(self, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """Give each row the value of the first rollout through it: for values that are the same
         in all of them.
 
         Args:
-            values: of each rollout, (tokens, ...).
+            values: of each rollout, (tokens, ...), or one tensor, padded if ``rollouts``
+                was, or end to end.
 
         Returns:
             Of each tree, (rows, ...).
         """
         return self._first(self._checked(values))
 
-    def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def summed(self, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """Give each row the sum over the rollouts through it: for weights of losses.
 
         Args:
-            values: of each rollout, (tokens, ...), floats. Integers that sum below 2^53 stay exact
-                as float64.
+            values: of each rollout, (tokens, ...), or one tensor, padded if ``rollouts``
+                was, or end to end; floats. Integers that sum below 2^53 stay exact as float64.
 
         Returns:
             Of each tree, (rows, ...).
@@ -254,12 +332,13 @@ class Trees:
         """
         return [values[-1] for values in self.by_rollout(rows)]
 
-    def by_tree(self, values: Sequence[Any]) -> list[Any]:
+    def by_tree(self, values: Tensor | Sequence[Any]) -> list[Any]:
         """Collect one value of each rollout by tree.
 
         Args:
-            values: of each rollout: numbers, or tensors of one shape, for a payload "whole" (see
-                :class:`TreeValues`); or other values of Python's, for the rule "value".
+            values: of each rollout: numbers, or tensors of one shape, or one tensor of all, for a
+                payload "whole" (see :class:`TreeValues`); or other values of Python's, for the rule
+                "value".
 
         Returns:
             Of each tree, a tensor (its rollouts, ...), or a tuple of its rollouts' values.
@@ -268,22 +347,31 @@ class Trees:
             raise ValueError(
                 f"values has {len(values)} items, expected {len(self.rollout_lengths)}: rollouts"
             )
-        if any(value is None or isinstance(value, str | tuple) for value in values):
+        tensor = isinstance(values, Tensor)
+        if not tensor and any(value is None or isinstance(value, str | tuple) for value in values):
             return [tuple(values[i] for i in own) for own in self.rollouts]
-        if not values:
+        if not len(values):
             return []
-        given = torch.stack([torch.as_tensor(value) for value in values])  # of one dtype
-        return [given[list(own)] for own in self.rollouts]
+        given = values if isinstance(values, Tensor) else _stacked(values)
+        order = self._table.section("LEAVES")[:, 0]
+        return list(torch.split(given[order], self._counts["LEAVES"].tolist()))
 
     def fields(self) -> list[dict[str, Tensor]]:
         """Give fields of each tree's sample, which :class:`TreeValues` reads on the ranks that
         compute it. Dispatch them under ``RULES``."""
-        parts = list(self._records("PARTS", self._ends[0]))
-        leaves = list(self._records("LEAVES", self._ends[1]))
-        paths = list(self._records("PATHS", self._ends[2]))
-        return [_fields_of(*records) for records in zip(parts, leaves, paths, strict=True)]
+        # Of each row its part, and its leaf, if one ends there, or -1.
+        part = F.pad(self._places("PARTS").int()[:, None], (0, 1), value=-1)
+        rows = part.repeat_interleave(self._table.section("PARTS")[:, 1], 0)
+        rows[self._leaf_rows, 1] = self._places("LEAVES").int()
+        sizes = torch.stack((self._counts["PARTS"], self._counts["LEAVES"]), 1)
+        paths = self._split("PATHS", self._table.section("PATHS").clone())
+        columns = self._cut(rows), sizes.unbind(), paths
+        names = TREE_ROWS, TREE_SIZES, TREE_PATHS
+        return [dict(zip(names, own, strict=True)) for own in zip(*columns, strict=True)]
 
-    def _checked(self, values: Sequence[Tensor]) -> Tensor:
+    def _checked(self, values: Tensor | Sequence[Tensor]) -> Tensor:
+        if isinstance(values, Tensor):
+            return _end_to_end("values", values, self.rollout_lengths, self._padded)
         _expect_lengths("values", values, self.rollout_lengths, "rollouts")
         return torch.cat(list(values)) if values else torch.empty(0)
 
@@ -298,10 +386,17 @@ class Trees:
         return list(torch.split(joined, self.lengths))
 
 
+def _stacked(values: Sequence[Any]) -> Tensor:
+    """One tensor of one dtype."""
+    if all(isinstance(value, int | float) for value in values):
+        return torch.tensor(values)
+    return torch.stack([torch.as_tensor(value) for value in values])
+
+
 def _expect_lengths(
     name: str, values: Sequence[Tensor], lengths: Sequence[int], whose: str
 ) -> None:
-    found = [len(value) if value.dim() else -1 for value in values]
+    found = [value.shape[0] if value.dim() else -1 for value in values]
     if found == list(lengths):
         return
     if len(found) != len(lengths):
@@ -311,16 +406,3 @@ def _expect_lengths(
         f"{name}[{i}] has shape {tuple(values[i].shape)}, expected {lengths[i]} rows: those of "
         f"{whose}[{i}]"
     )
-
-
-def _fields_of(parts: Tensor, leaves: Tensor, paths: Tensor) -> dict[str, Tensor]:
-    """``TREE_ROWS`` (rows, 2): the part of each row, and the leaf that ends there, or -1."""
-    rows = parts[:, 1]
-    part = torch.arange(len(parts)).repeat_interleave(rows)
-    leaf = torch.full_like(part, -1)
-    leaf[rows.cumsum(0)[leaves[:, 1]] - 1] = torch.arange(len(leaves))
-    return {
-        TREE_ROWS: torch.stack((part, leaf), 1),
-        TREE_SIZES: torch.tensor([len(parts), len(leaves)]),
-        TREE_PATHS: paths.clone(),
-    }

@@ -82,7 +82,7 @@ static void check_trees(const drawn *d, const hcp_table *trees, int whole) {
   int64_t rows[ALL] = {0}, tokens[ALL] = {0}, count, all = 0;
   int64_t filled = rows_of_tokens(trees, rows), own = tokens_of_rows(trees, tokens);
   const int64_t *ends = records_of(trees, HCP_TREES_TREES, &count);
-  for (int64_t i = 0; i < count; i++) all += ends[5 * i + 3];
+  for (int64_t i = 0; i < count; i++) all += ends[7 * i + 3];
   CHECK_INT(own, all);
   for (int64_t t = 0; t < filled; t++) CHECK_INT(d->tokens[tokens[rows[t]]], d->tokens[t]);
   if (whole) check_shares(d, rows);
@@ -141,9 +141,43 @@ static void what_is_too_long_is_named(void) {
   CHECK_TEXT(err.message, "min_shared is 0, expected >= 1");
 }
 
+/* Parts 0 and 1 lie end to end, as do 2 and 3; part 4 continues 1. */
+static void a_mask_joins_parts_that_follow_each_other(void) {
+  const int64_t rows[] = {3, 2, 2, 1, 4}, parents[] = {-1, 0, 0, 2, 1};
+  const int64_t slices[] = {0,  3,  0,  3, -2, 0,  3,  5, 0,   5,  -4, 0,  5,  7,  0,  3,
+                            -6, -3, 5,  7, 5,  7,  -1, 0, 7,   8,  0,  3,  -7, -5, 7,  8,
+                            5,  8,  -2, 0, 8,  12, 0,  5, -11, -4, 8,  12, 8,  12, -3, 0};
+  const int64_t positions[] = {0, 0, 5, 3, 8, 5};
+  hcp_table *mask;
+  int64_t count;
+  CHECK_INT(hcp_tree_mask_create(&(hcp_tree_parts){rows, parents, 1, 5}, &mask, NULL), HCP_OK);
+  const int64_t *found = records_of(mask, HCP_TREE_MASK_SLICES, &count);
+  CHECK_INT(count, 8);
+  CHECK(memcmp(found, slices, sizeof slices) == 0);
+  found = records_of(mask, HCP_TREE_MASK_POSITIONS, &count);
+  CHECK_INT(count, 3);
+  CHECK(memcmp(found, positions, sizeof positions) == 0);
+  hcp_table_destroy(mask);
+}
+
+static void parts_that_make_no_tree_are_named(void) {
+  const int64_t rows[] = {3, 0}, parents[] = {-1, 1};
+  hcp_table *mask;
+  hcp_error err;
+  CHECK_INT(hcp_tree_mask_create(&(hcp_tree_parts){rows, parents, 1, 2}, &mask, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "lengths[1] is 0, expected >= 1, and a sum up to 2^40");
+  CHECK_INT(hcp_tree_mask_create(&(hcp_tree_parts){rows, parents, 0, 2}, &mask, &err), HCP_OK);
+  hcp_table_destroy(mask);
+  CHECK_INT(hcp_tree_mask_create(&(hcp_tree_parts){rows, parents + 1, 1, 1}, &mask, &err),
+            HCP_INVALID);
+  CHECK_TEXT(err.message, "parents[0] is 1, expected an earlier part, or -1");
+}
+
 int main(void) {
   trees_hold_rollouts();
   a_caller_stops_it();
   what_is_too_long_is_named();
+  a_mask_joins_parts_that_follow_each_other();
+  parts_that_make_no_tree_are_named();
   return check_report("test_prefix_tree");
 }

@@ -268,8 +268,9 @@ static void rolls_back_of_branches_are_refused(void) {
   CHECK_INT(hcp_plan_expect_no_branches(plan, "a", NULL), HCP_OK);
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_OK);
   CHECK_INT(hcp_route_roll(plan, 0, 0, -1, &route, &err), HCP_INVALID);
-  CHECK_TEXT(err.message,
-             "hcp_route_roll is called in a plan in which the mask of sequence 0 has b");
+  CHECK_TEXT(
+      err.message,
+      "roll_tensor is called with shifts -1 in a plan in which the mask of sequence 0 has b");
   CHECK_INT(hcp_route_halo(plan, 0, 0, 1, &route, &err), HCP_OK);
   hcp_table_destroy(route);
   hcp_plan_destroy(plan);

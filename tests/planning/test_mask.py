@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from support import masks, slices
+from support.trees import Tree, trees
 
 import hcp
 from hcp import Mask, _core
@@ -91,6 +93,38 @@ def test_positions_that_restart_are_documents() -> None:
     assert Mask.from_positions([0, 1, 2]) == Mask.causal(3)
 
 
+def tree_of(lengths: list[int], parents: list[int]) -> Mask:
+    """A tree's mask, made of what each part sees: runs of tokens, joined where adjacent."""
+    seen: list[list[tuple[int, int]]] = []
+    depths: list[int] = []
+    made: list[Slice] = []
+    starts = [0]
+    for length, up in zip(lengths, parents, strict=True):
+        first, end = starts[-1], starts[-1] + length
+        runs = [*seen[up]] if up >= 0 else []
+        own = runs.pop()[0] if runs and runs[-1][1] == first else first
+        made += [Slice((first, end), run) for run in runs]
+        made.append(Slice((first, end), (own, end), "causal"))
+        seen.append([*runs, (own, end)])
+        depths.append(depths[up] + lengths[up] if up >= 0 else 0)
+        starts.append(end)
+    return Mask(starts[-1], made, list(zip(starts, depths, strict=False)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees())
+def test_a_tree_has_the_slices_of_its_parts(tree: Tree) -> None:
+    expected = tree_of([*tree.lengths], [*tree.parents])
+    found = tree.mask
+    assert found == expected
+    assert (found.words, found.checksum, found.pairs) == (
+        expected.words,
+        expected.checksum,
+        expected.pairs,
+    )
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
 def test_a_tree_shares_what_its_texts_begin_with() -> None:
     """A prompt, two answers, a second turn after the first of them."""
     mask = Mask.tree([3, 2, 2, 1], [-1, 0, 0, 1])
@@ -159,6 +193,10 @@ def test_checksums_differ_by_slices_positions_and_length() -> None:
         (lambda: Mask.tree([2**30, 2**30], [-1, 0]), r"length is 2147483648, expected < 2\^31"),
         (lambda: Mask(4, [], [(0, 2**63)]), r"positions\[0\] is \(0, 9.*\), expected .* < 2\^63"),
         (lambda: Mask.tree([2, 2], [-1, 1]), r"parents\[1\] is 1, expected an earlier part"),
+        (lambda: Mask.tree([2, 2], [-2, 0]), r"parents\[0\] is -2, expected an earlier part"),
+        (lambda: Mask.tree([2, 2], [-1]), r"parents has 1 items, expected 2"),
+        (lambda: Mask.tree([2, 0], [-1, 0]), r"lengths\[1\] is 0, expected an integer >= 1"),
+        (lambda: Mask.tree([], []), r"lengths is empty, expected one part or more"),
         (lambda: Mask.bidirectional_spans(9, [(3, 5), (4, 6)]), r"spans\[1\] is \(4, 6\)"),
         (lambda: Mask.documents([]), "parts is empty"),
         (lambda: setattr(Mask.full(2), "length", 3), "immutable"),

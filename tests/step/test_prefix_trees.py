@@ -186,6 +186,43 @@ def test_tokens_of_any_integers_give_the_same_trees() -> None:
         ]
 
 
+def forms(rollouts: list[torch.Tensor], more: int) -> list[torch.Tensor]:
+    """One tensor of all: end to end, and padded at their ends."""
+    most = max((len(own) for own in rollouts), default=0) + more
+    padded = [torch.cat([own, own.new_full((most - len(own),), 7)]) for own in rollouts]
+    return [torch.cat(rollouts), torch.stack(padded)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(families().filter(bool), st.integers(0, 2), st.sampled_from([torch.int32, torch.uint8]))
+def test_one_tensor_of_all_rollouts_gives_the_same_trees(
+    rollouts: Rollouts, more: int, dtype: torch.dtype
+) -> None:
+    each = [torch.tensor(own, dtype=dtype) for own in rollouts]
+    weights = [torch.rand(len(own), dtype=torch.float64) for own in rollouts]
+    lengths = [len(own) for own in rollouts]
+    expected = prefix_trees(each)
+    for tokens, values in zip(forms(each, more), forms(weights, more), strict=True):
+        trees = prefix_trees(tokens, torch.tensor(lengths))
+        check(trees, rollouts)
+        assert trees.rollout_lengths == expected.rollout_lengths
+        assert trees.masks == expected.masks
+        for found, given_alone in (
+            (trees.first(values), expected.first(weights)),
+            (trees.summed(values), expected.summed(weights)),
+        ):
+            assert all(map(torch.equal, found, given_alone))
+    ids = torch.arange(len(rollouts))
+    assert [own.tolist() for own in expected.by_tree(ids)] == [[*own] for own in expected.rollouts]
+
+
+def test_values_of_padded_rollouts_have_any_shape() -> None:
+    trees = prefix_trees(torch.tensor([[1, 2, 0], [1, 2, 3]]), [2, 3])
+    values = torch.arange(12.0).view(2, 3, 2)
+    assert trees.first(values)[0].tolist() == [[0, 1], [2, 3], [8, 9], [10, 11]]
+    assert trees.summed(values)[0].tolist() == [[6, 8], [2, 3], [8, 9], [10, 11]]
+
+
 def test_prices_decide_between_trees_and_rollouts_alone() -> None:
     rollouts = [[0] * 60 + [i] * 40 for i in range(1, 5)]
     cheap = hcp.CostModel(pair=1, token=10, exchange=0, launch=0)
@@ -205,6 +242,13 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([["a"]], {}, r"rollouts\[0\] is \['a'\], expected tokens"),
     ([torch.ones(2, 2, dtype=torch.int64)], {}, r"rollouts\[0\] is \(2, 2\)"),
     (7, {}, "rollouts is 7"),
+    (torch.ones(2, 2).long(), {}, "rollouts is a Tensor and lengths None, expected one tensor"),
+    ([[1]], {"lengths": [1]}, r"rollouts is a list and lengths \[1\], expected one tensor"),
+    (torch.ones(3).long(), {"lengths": [1, 1]}, r"rollouts has shape \(3,\), expected \(2, ...\)"),
+    (torch.ones(2, 2).long(), {"lengths": [3, 1]}, r"shape \(2, 2\), expected \(2, 3 or more, "),
+    (torch.ones(2), {"lengths": [2]}, r"rollouts is \(2,\) of torch.float32, expected"),
+    (torch.ones(2).long(), {"lengths": [2.5]}, r"lengths\[0\] is 2.5, expected an integer"),
+    (torch.ones(2).long(), {"lengths": [2, 0]}, r"rollouts\[1\] has 0 tokens, expected 1 to"),
     ([[1]], {"min_shared": 0}, "min_shared is 0, expected an integer >= 1"),
     ([[1]], {"max_tokens": 0}, "max_tokens is 0, expected an integer >= 1"),
     (
@@ -227,6 +271,8 @@ def test_values_of_other_shapes_are_refused() -> None:
     trees = prefix_trees([[1, 5], [1, 5, 4]])
     with pytest.raises(ValueError, match=r"values has 1 items, expected 2: rollouts"):
         trees.first([torch.zeros(2)])
+    with pytest.raises(ValueError, match=r"values has shape \(2, 3\), expected \(5, ...\)"):
+        trees.first(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"values\[1\] has shape \(2,\), expected 3 rows"):
         trees.summed([torch.zeros(2), torch.zeros(2)])
     with pytest.raises(ValueError, match=r"values are torch.int64, expected floats"):

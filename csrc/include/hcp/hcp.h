@@ -1436,6 +1436,35 @@ hcp_status hcp_block_create(int32_t first, int32_t ranks, int32_t rank, int64_t 
 
 /* ---- Prefix trees -------------------------------------------------------- */
 
+/* Texts that share beginnings, each part of them once. Parts lie end to end. A token sees the parts
+ * that its own continues, and its own part up to itself; its position is its place in its text. */
+typedef struct hcp_tree_parts {
+  const int64_t *rows;    /* of part i: rows[i * stride], >= 1 */
+  const int64_t *parents; /* the earlier part that it continues, or -1: parents[i * stride] */
+  int64_t stride;
+  int64_t n;
+} hcp_tree_parts;
+
+/* X(name, words per record)
+ *
+ *   SLICES     hcp_slice of each part, ascending by the first query, then by the first key: parts
+ *              that it continues, and last its own rows, with what lies just before them
+ *   POSITIONS  hcp_position_run, where a position is not one more than the one before it */
+#define HCP_TREE_MASK_SECTIONS(X) \
+  X(SLICES, 6)                    \
+  X(POSITIONS, 2)
+
+enum {
+#define HCP_TREE_MASK_ENUM(name, width) HCP_TREE_MASK_##name,
+  HCP_TREE_MASK_SECTIONS(HCP_TREE_MASK_ENUM)
+#undef HCP_TREE_MASK_ENUM
+      HCP_TREE_MASK_SECTION_COUNT
+};
+
+/* What the tokens of a tree see. HCP_INVALID for rows < 1, more than 2^40 in all, and a parent that
+ * is no earlier part. On success the caller owns *mask. */
+hcp_status hcp_tree_mask_create(const hcp_tree_parts *parts, hcp_table **mask, hcp_error *err);
+
 /* Rollouts are sequences of tokens, such as answers to one prompt. Those that begin alike become
  * a tree, which has what they share once.
  *
@@ -1450,8 +1479,9 @@ hcp_status hcp_block_create(int32_t first, int32_t ranks, int32_t rank, int64_t 
  *
  * X(name, words per record)
  *
- *   TREES   (parts, leaves, paths, rows, pairs): ends of the tree's records in PARTS, LEAVES and
- *           PATHS, its rows, and the pairs of a query and a key that these see
+ *   TREES   (parts, leaves, paths, rows, pairs, slices, positions): ends of the tree's records in
+ *           PARTS, LEAVES and PATHS, its rows, the pairs of a query and a key that these see, and
+ *           ends of its records in SLICES and POSITIONS
  *   PARTS   (token, rows, parent, leaf, leaves): rows of the tokens from this one on of the
  *           rollout of this leaf; the part that they continue, -1: none; the leaves below are this
  *           one and those after it. Parts and leaves are numbered in their tree
@@ -1461,15 +1491,19 @@ hcp_status hcp_block_create(int32_t first, int32_t ranks, int32_t rank, int64_t 
  *           each part, those of its first rollout
  *   BACK    (row, rows): tokens of all rollouts <- rows of all trees
  *   SUMS    (row, rows, 0, token): rows of all trees <- tokens of all rollouts, summed: as
- *           HCP_CROSS_SECTIONS has runs */
+ *           HCP_CROSS_SECTIONS has runs
+ *   SLICES, POSITIONS  as HCP_TREE_MASK_SECTIONS has them; none of a tree of one part, which is
+ *           causal */
 #define HCP_TREES_SECTIONS(X) \
-  X(TREES, 5)                 \
+  X(TREES, 7)                 \
   X(PARTS, 5)                 \
   X(LEAVES, 2)                \
   X(PATHS, 2)                 \
   X(FIRST, 2)                 \
   X(BACK, 2)                  \
-  X(SUMS, 4)
+  X(SUMS, 4)                  \
+  X(SLICES, 6)                \
+  X(POSITIONS, 2)
 
 enum {
 #define HCP_TREES_ENUM(name, width) HCP_TREES_##name,
