@@ -32,12 +32,14 @@ def rows_of(lengths):
     return [torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64) for n in lengths]
 
 
-def router(kind, tp_cp):
-    """Megatron's router, of equal weights on every rank."""
+def router(kind, tp_cp, tp=None):
+    """Megatron's router, of equal weights on every rank. `tp`: ranks that share rows."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.router import TopKRouter
 
     sizes = dict(num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS)
+    if tp is not None:
+        sizes |= dict(tensor_model_parallel_size=tp.size(), sequence_parallel=True)
     config = TransformerConfig(
         **sizes,
         moe_router_load_balancing_type=kind,
@@ -51,7 +53,7 @@ def router(kind, tp_cp):
         add_bias_linear=False,
         params_dtype=torch.float64,
     )
-    groups = SimpleNamespace(tp=alone(), cp=alone(), tp_cp=tp_cp, tp_dp_cp=dist.group.WORLD)
+    groups = SimpleNamespace(tp=tp or alone(), cp=alone(), tp_cp=tp_cp, tp_dp_cp=dist.group.WORLD)
     made = TopKRouter(config, groups).train()
     made.set_layer_number(1)
     weight = torch.linspace(-1, 1, EXPERTS * HIDDEN, dtype=torch.float64).sin()
@@ -98,8 +100,8 @@ def twins(module, step):
         yield cp, rows, twin(module, kind, cp=cp, rows=len(rows))
 
 
-def step_of(lengths, options):
-    groups = hcp.build_process_groups()
+def step_of(lengths, options, tp=1):
+    groups = hcp.build_process_groups(tp=tp)
     plan = hcp.plan(lengths, ranks=groups.transport.size, cost=CHEAP_LAUNCHES, **options)
     sources = [i % groups.transport.size for i in range(len(lengths))]
     own = [
@@ -187,6 +189,65 @@ def compare_micro_batches(kind):
     assert len(degrees) > 1
     assert set(degrees) == {2}
     assert module.weight.grad.abs().max() > 1e-3
+
+
+# ---- rows that tensor-parallel ranks share ------------------------------------------------------
+
+
+def own_rows(rows, tp):
+    """This tensor-parallel rank's part of a micro-batch's rows."""
+    return rows.chunk(tp.size())[tp.rank()]
+
+
+def sharing_rows(rank, size, kind):
+    on_cpu(compare_shared, kind)
+
+
+def compare_shared(kind):
+    """Ranks 0 and 1 share the rows of one context-parallel rank, ranks 2 and 3 those of another."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    tp = pairs[dist.get_rank() // 2]
+    own, module = router(kind, dist.group.WORLD, tp), router(kind, tp, tp)
+    limits = dict(max_tokens_per_rank=24, min_degree=2, max_degree=2, alignment=2)
+    step = step_of(EVEN, limits, tp=2)
+    assert len(step) > 1
+    for cp, rows, planned in twins(module, step):
+        assert (cp.degree, cp.layout.padding) == (2, 0)
+        route(planned, own_rows(rows, tp))
+        route(own, own_rows(rows, tp))
+        expected = own.weight.grad * left_out(own.tp_cp_group)
+        assert (module.weight.grad - expected).abs().max() < 1e-10
+    assert module.weight.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_losses_of_rows_that_ranks_share_are_those_of_megatrons_router(kind):
+    run_ranks(4, sharing_rows, kind, timeout=110)
+
+
+def shared_documents(rank, size):
+    on_cpu(compare_shared_documents)
+
+
+def compare_shared_documents():
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    tp = pairs[dist.get_rank() // 2]
+    own = router("seq_aux_loss", alone())
+    for rows in rows_of(ODD):
+        route(own, rows)
+    taken()
+    module = router("seq_aux_loss", tp, tp)
+    for _, rows, planned in twins(
+        module, step_of(ODD, dict(max_tokens_per_rank=40, alignment=4), 2)
+    ):
+        route(planned, own_rows(rows, tp))
+    assert (summed(module.weight.grad) - own.weight.grad).abs().max() < 1e-10
+    assert torch.equal(summed(module.local_tokens_per_expert), own.local_tokens_per_expert.double())
+
+
+def test_sequences_whose_rows_ranks_share_have_the_losses_of_each_document():
+    """With padding, which does not count."""
+    run_ranks(4, shared_documents, timeout=110)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
