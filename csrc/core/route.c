@@ -365,12 +365,13 @@ static hcp_status build_roll(const hcp_plan *plan, int32_t micro_batch, int32_t 
 
 static hcp_status expect_one_after(const hcp_plan *plan, int64_t shift, hcp_error *err) {
   if (hcp_plan_expect_no_branches(plan, "", NULL) == HCP_OK) return HCP_OK;
-  return hcp__fail(err, HCP_INVALID,
-                   "roll_tensor is called with shifts %lld in a plan in which the mask of sequence "
-                   "%d has branches (a tree, a shared prefix), expected none, or shifts >= 0: "
-                   "several tokens may follow one; load what follows each row as a field, such as "
-                   "the labels of hcp.prefix_trees",
-                   (long long)shift, plan->documents->branching);
+  return hcp__fail(
+      err, HCP_INVALID,
+      "cp.roll_tensor is called in a plan in which the mask of sequence %d has branches "
+      "(a tree, a shared prefix), expected none: shifts is %lld, and several tokens may "
+      "follow one; load what follows each row as a field, such as the labels of "
+      "hcp.prefix_trees, or plan each branch as a sequence of its own",
+      plan->documents->branching, (long long)shift);
 }
 
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
