@@ -179,6 +179,14 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="CHUNKS",
         help="most chunks of heads that plans may compute attention in",
     )
+    group.add_argument(
+        "--peer-buffer-bytes",
+        type=int,
+        default=2**30,
+        metavar="BYTES",
+        help="what each GPU gives to exchanges, of which plans leave so much free: what training "
+        "gives build_process_groups, and on several hosts twice that",
+    )
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -207,6 +215,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         )
     expect_share("memory_share", args.memory_share)
     expect_size("head_chunks", args.head_chunks, "chunks")
+    expect_size("peer_buffer_bytes", args.peer_buffer_bytes)
     if args.model and not args.memory:
         raise ValueError(f"model is {args.model!r} without --memory, expected --memory --model")
     if args.memory and not args.model and runs_on_cpus(args.device, args.ranks):

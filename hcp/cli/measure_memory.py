@@ -23,6 +23,7 @@ from hcp.demo.training import (
     build_optimizer,
     forward_step,
 )
+from hcp.exchange.transport import shares
 from hcp.tools.memory import Allocated, allocated_on_gpu, measure_peaks, room_on_gpu
 from hcp.tools.memory_fit import MemoryFit, Peak, expect_close, fit_peaks, fit_shared
 
@@ -37,7 +38,9 @@ class MeasuredMemory:
     by_degree: dict[int, list[Peak]]
     """Those of attention alone, at degree 1 and others. Empty for one rank."""
     room: int
-    """The most bytes of a micro-batch."""
+    """The most bytes of a micro-batch, with those of ``buffer``."""
+    buffer: int = 0
+    """Bytes that exchanges hold, measured or foreseen."""
 
 
 def measure_memory(
@@ -48,7 +51,8 @@ def measure_memory(
 ) -> MeasuredMemory:
     """Measure and fit, on every rank alike. ``room``: the most bytes of a micro-batch; None: those
     of the GPUs."""
-    groups = hcp.build_process_groups(tp=1, cp=1, dp=args.ranks, pp=1)
+    sizes = {"tp": 1, "cp": 1, "dp": args.ranks, "pp": 1}
+    groups = hcp.build_process_groups(**sizes, peer_buffer_bytes=args.peer_buffer_bytes)
     try:
         trainer = Trainer(args, args.config, hcp.CostModel(), groups, device)
         rows = rows_of(args.min_tokens_per_rank, args.max_tokens_per_rank)
@@ -62,9 +66,11 @@ def measure_memory(
         peaks = most_of_ranks(trainer, measure_peaks(model.step, rows, model.forward, allocated))
         left = torch.tensor(room_on_gpu(args.memory_share) if room is None else room).to(device)
         dist.all_reduce(left, dist.ReduceOp.MIN, group=groups.dp_cp)
-        limit = int(left)
+        held = groups.transport.buffer_bytes if shares(groups.transport) else 0
+        foreseen = args.peer_buffer_bytes if device.type == "cuda" else 0
+        limit, buffer = int(left) + held, max(held, foreseen)
         shared = fit_shared(by_degree, args.head_chunks)
-        return MeasuredMemory(fit_peaks(peaks, limit, shared), by_degree, limit)
+        return MeasuredMemory(fit_peaks(peaks, limit, shared, buffer), by_degree, limit, buffer)
     finally:
         groups.close()
 
@@ -142,6 +148,7 @@ def conclude_memory(args: argparse.Namespace, measured: MeasuredMemory, device: 
         "memory share": args.memory_share,
         "bytes of a micro-batch": measured.room,
         "bytes of any micro-batch": fit.fixed,
+        "bytes of exchange buffers": measured.buffer,
         "largest error": round(fit.largest_error, 4),
         "columns": columns,
         "points": points,
@@ -163,12 +170,13 @@ def told(args: argparse.Namespace, measured: MeasuredMemory, device: str) -> Ite
     yield f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}"
     for name, of in said.items():
         yield f"  {name:11}{getattr(model, name):>16,}  bytes of {of}"
+    yield f"  {'buffer':11}{model.buffer:>16,}  bytes of the limit that exchanges hold"
     yield f"  {'':11}{fit.fixed:>16,}  bytes of any micro-batch are off the limit"
     if args.ranks == 1:
         yield "  it is for plans of degree 1: larger degrees need more ranks here"
     elif model.head_chunks > 1:
         yield f"  gathered and attention are divided by up to {model.head_chunks} chunks of heads"
-    rows = model.limit // (model.activation + model.logit)
+    rows = (model.limit - model.buffer) // (model.activation + model.logit)
     yield f"  that is {rows:,} rows of a rank at degree 1"
     yield (
         f"  largest error on {len(fit.peaks)} points of {fit.peaks[0].rows} to "

@@ -123,6 +123,7 @@ class MixedTransport(NcclTransport):
         timeout: float = 600.0,
     ) -> None:
         super().__init__(group, timeout=timeout)
+        self.buffer_bytes = 2 * buffer_bytes  # of every rank's: one alone in its node needs none
         self.node: Sequence[int] = next(node for node in nodes if self.rank in node)
         if len(self.node) > 1:
             self._near = self._map(buffer_bytes, timeout)

@@ -59,7 +59,7 @@ class PeerTransport(TorchTransport):
         self, group: dist.ProcessGroup, *, buffer_bytes: int = BUFFER_BYTES, timeout: float = 600.0
     ) -> None:
         super().__init__(group)
-        self.node = range(self.size)
+        self.node, self.buffer_bytes = range(self.size), buffer_bytes
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._memory, self._peers_memory = symmetric_memory(
             self, group, self.stream, buffer_bytes=buffer_bytes, timeout=timeout

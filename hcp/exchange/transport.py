@@ -122,6 +122,8 @@ class SharingTransport(Transport, Protocol):
 
     node: Sequence[int]
     """The ranks that read from each other's memory, this one among them."""
+    buffer_bytes: int
+    """Bytes of this rank's device that it holds for exchanges as long as it lives."""
 
     @property
     def half_bytes(self) -> int:

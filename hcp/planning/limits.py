@@ -156,9 +156,10 @@ def least_degree(
 
 def bytes_up_to(longest: int, degree: int, memory: MemoryModel, alignment: int = 1) -> int:
     """Return the most bytes of a rank if ``degree`` ranks share up to ``longest`` tokens zigzag,
-    and each pads its rows to the alignment."""
+    and each pads its rows to the alignment, with the buffer of exchanges."""
     rows, padding = rows_up_to(longest, degree), max(0, alignment - 1)
-    return memory.bytes(rows, longest, degree) + memory.bytes(padding, padding, degree)
+    own = memory.bytes(rows, longest, degree) + memory.bytes(padding, padding, degree)
+    return memory.buffer + own
 
 
 def rows_up_to(longest: int, degree: int) -> int:

@@ -20,9 +20,9 @@ class MemoryModel:
 
     ``rows`` are those of the fullest rank of the group, and ``tokens`` those of its sequences. The
     second term is 0 for a group of one rank, and otherwise rounded up for each sequence. Alignment
-    may add ``alignment - 1`` rows, which count as a sequence of as many tokens on that rank. In a
-    pipeline a stage keeps up to ``pipeline_stages`` micro-batches at once: divide its memory by
-    that.
+    may add ``alignment - 1`` rows, which count as a sequence of as many tokens on that rank. The
+    limit holds these bytes and the ``buffer``. In a pipeline a stage keeps up to
+    ``pipeline_stages`` micro-batches at once: divide its memory by that.
     """
 
     activation: int = 0
@@ -41,6 +41,9 @@ class MemoryModel:
     head_chunks: int = 1
     """The most chunks in which attention may compute its heads, one after the other: its buffers
     then take a fraction of the bytes. A group takes as few as fit."""
+    buffer: int = 0
+    """Bytes of the limit that exchanges hold on each GPU, whatever its rows: what the process
+    groups' ``transport.buffer_bytes`` says. 0: the limit leaves them out."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -49,7 +52,7 @@ class MemoryModel:
             object.__setattr__(self, name, value)
 
     def bytes(self, rows: int, tokens: int, degree: int, chunks: int | None = None) -> int:
-        """Count the bytes of a micro-batch on one rank.
+        """Count the bytes of a micro-batch on one rank, without ``buffer``.
 
         Args:
             rows: of the rank.
@@ -114,5 +117,6 @@ def expect_limiting(memory: MemoryModel) -> MemoryModel:
 
 
 def _from_entries(data: dict[str, Any]) -> MemoryModel:
-    expect_names("memory", data["memory"], MemoryModel.__slots__)
+    names = MemoryModel.__slots__
+    expect_names("memory", data["memory"], names[:-1], names[-1:])  # older files have no buffer
     return expect_limiting(MemoryModel(**data["memory"]))

@@ -512,6 +512,8 @@ def _too_many_bytes(
         ways.append("a comm type that holds fewer keys, such as a2a")
     if memory.gathered or memory.attention:
         ways.append("more head_chunks")
+    if memory.buffer:
+        ways.append(f"a smaller peer_buffer_bytes (memory.buffer is {memory.buffer:,})")
     return (
         f"a sequence of {longest} tokens takes {needed:,} bytes on each of {degree} ranks > "
         f"memory.limit ({memory.limit:,}): {', '.join(ways)}, recompute activations in the "

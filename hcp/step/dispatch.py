@@ -26,7 +26,7 @@ from hcp.attention.kernels.auto import computing
 from hcp.errors import HcpError
 from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.layout import rows_may_vary
-from hcp.exchange.transport import Transport
+from hcp.exchange.transport import Transport, shares
 from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
@@ -606,6 +606,7 @@ def dispatch(
     def prepare() -> tuple[bytes, float]:
         nonlocal plan, loaded_by, own
         plan = plan if masks is None else plan.with_masks(masks)
+        _expect_counted(plan, transport)
         _tell_of_other_kernels(plan, handler_cls, transport)
         loaded_by = _checked_sources(sources, plan, transport)
         _check_layers(window_sizes, heads)
@@ -667,6 +668,18 @@ def dispatch(
     ]
     micro_batches = list(zip(handlers, batches, strict=True))
     return Step(plan, micro_batches, loss_tokens.count, loaded_by, transport.rank)
+
+
+def _expect_counted(plan: Plan, transport: Transport) -> None:
+    """Raise ValueError where a plan counts the buffers of exchanges, and they are larger."""
+    counted = plan.memory.buffer
+    held = transport.buffer_bytes if shares(transport) else 0
+    if 0 < counted < held:
+        raise ValueError(
+            f"plan.memory.buffer is {counted:,} bytes, and the process groups hold {held:,} of "
+            "each GPU, expected at most those of the plan: build them with a smaller "
+            f"peer_buffer_bytes, or calibrate with --peer-buffer-bytes {held}"
+        )
 
 
 def _tell_of_other_kernels(

@@ -153,7 +153,7 @@ def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
             degree = group["degree"]
-            needed = _bytes_of(memory, padding, padding, degree)
+            needed = memory.get("buffer", 0) + _bytes_of(memory, padding, padding, degree)
             for tokens in (lengths[s] for s in group["sequences"]):
                 rows = max(_rows(tokens, degree, j) for j in range(degree))
                 needed += _bytes_of(memory, rows, tokens, degree)

@@ -182,7 +182,7 @@ class SharingLoopbackTransport(LoopbackTransport):
         super().__init__(world, rank)
         self.node: Sequence[int] = range(self.size)
 
-    half_bytes = sys.maxsize
+    half_bytes, buffer_bytes = sys.maxsize, 0
     """Nothing is staged in memory of its own."""
 
     def share(self, share: Share) -> _LoopbackShared:

@@ -29,6 +29,7 @@ def fit_memory(
     gathered: int = 0,
     attention: int = 0,
     head_chunks: int = 1,
+    buffer: int = 0,
     tolerance: float = 0.1,
     allocated: Allocated | None = None,
 ) -> MemoryModel:
@@ -49,6 +50,8 @@ def fit_memory(
         gathered: see :class:`hcp.MemoryModel`; without it the model is for plans of degree 1.
         attention: see :class:`hcp.MemoryModel`; without it the model is for plans of degree 1.
         head_chunks: see :class:`hcp.MemoryModel`.
+        buffer: see :class:`hcp.MemoryModel`; ``limit`` holds it too. Give what training's groups
+            will hold, and measure without groups.
         tolerance: how far below the line a peak may lie.
         allocated: in place of the allocator of the current GPU, runs a call and returns its bytes:
             the most at once, and those that its result keeps.
@@ -68,7 +71,7 @@ def fit_memory(
         )
     peaks = measure_peaks(step, rows, forward, allocated or allocated_on_gpu)
     shared = Shared(gathered, attention, head_chunks)
-    found = fit_peaks(peaks, room_on_gpu(share) if limit is None else limit, shared)
+    found = fit_peaks(peaks, room_on_gpu(share) if limit is None else limit, shared, buffer)
     expect_close(found, tolerance)
     return found.model
 

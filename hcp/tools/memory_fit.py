@@ -63,12 +63,15 @@ ALONE = Shared()
 """For plans of degree 1."""
 
 
-def fit_peaks(peaks: Sequence[Peak], limit: int, shared: Shared = ALONE) -> MemoryFit:
+def fit_peaks(
+    peaks: Sequence[Peak], limit: int, shared: Shared = ALONE, buffer: int = 0
+) -> MemoryFit:
     """Fit the bytes of a row to peaks of three numbers of rows or more, all at degree 1.
 
     The slope is that of least squares. The line is then raised until no peak is above it, and what
-    it has at 0 rows is taken off ``limit``, the most bytes of a micro-batch. Raises ValueError if
-    the peaks do not grow with the rows, or if one row does not fit.
+    it has at 0 rows is taken off ``limit``, the most bytes of a micro-batch and of ``buffer``,
+    which exchanges hold. Raises ValueError if the peaks do not grow with the rows, or if one row
+    does not fit.
     """
     slope = _slope([(peak.rows, peak.bytes) for peak in peaks])
     if slope <= 0:
@@ -81,15 +84,18 @@ def fit_peaks(peaks: Sequence[Peak], limit: int, shared: Shared = ALONE) -> Memo
     kept = math.ceil(_slope([(peak.rows, peak.kept) for peak in peaks]))
     activation = min(max(0, kept), row) if any(peak.kept for peak in peaks) else row
     expect_size("limit", limit)
-    if limit - fixed < row + shared.row:
+    least = fixed + row + shared.row + buffer
+    if limit < least:
+        held = f" and the {buffer:,} of buffers of exchanges" if buffer else ""
         raise ValueError(
-            f"limit is {limit:,} bytes, expected at least the {fixed + row + shared.row:,} of a "
-            "micro-batch of one row: use a GPU with more memory, or hold less"
+            f"limit is {limit:,} bytes, expected at least the {least - buffer:,} of a "
+            f"micro-batch of one row{held}: use a GPU with more memory, or hold less"
         )
     model = MemoryModel(
         activation=activation,
         logit=row - activation,
         limit=limit - fixed,
+        buffer=buffer,
         **shared._asdict(),
     )
     return MemoryFit(model, fixed, tuple(peaks))

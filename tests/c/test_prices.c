@@ -38,12 +38,13 @@ static void the_fewest_chunks_that_fit_are_found(void) {
     memory.attention = draw(0, 99);
     memory.head_chunks = draw(0, 12);
     memory.limit = draw(1, 9000);
+    memory.buffer = draw(0, 900);
     int64_t rows = draw(0, 50), tokens = draw(0, 200), chunks = 1;
     int32_t degree = draw(1, 3);
     hcp_memory tried = memory;
     for (; chunks < memory.head_chunks; chunks++) {
       tried.head_chunks = chunks;
-      if (hcp_memory_bytes(&tried, rows, tokens, degree) <= memory.limit) break;
+      if (hcp_memory_bytes(&tried, rows, tokens, degree) + memory.buffer <= memory.limit) break;
     }
     CHECK_INT(hcp_memory_chunks(&memory, rows, tokens, degree), chunks);
   }

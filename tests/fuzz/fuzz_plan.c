@@ -67,7 +67,8 @@ static void take_memory(bytes *b, hcp_limits *limits) {
   memory->head_chunks = maybe(b, 4);
   int64_t share = take(b, 1, 4), more = take(b, 0, 1000);
   int64_t full = (memory->activation + memory->logit + 1) * limits->max_tokens_per_rank;
-  memory->limit = full / share + more;
+  memory->buffer = maybe(b, 1000);
+  memory->limit = full / share + more + memory->buffer;
 }
 
 /* Arrays that limits point to. */
@@ -181,7 +182,7 @@ static int fits(const hcp_limits *limits, int64_t length, int32_t i, int32_t d) 
   int64_t rows = hcp_rows_max(length, d), row = memory->activation + memory->logit;
   int64_t buffers = rows * memory->attention + length * memory->gathered;
   int64_t padded = padding * (memory->attention + memory->gathered);
-  int64_t needed = (rows + padding) * row;
+  int64_t needed = memory->buffer + (rows + padding) * row;
   if (d > 1) needed += (buffers + chunks - 1) / chunks + (padded + chunks - 1) / chunks;
   if (limits->min_degrees != NULL && d < limits->min_degrees[i]) return 0;
   if (limits->max_degrees != NULL && d > limits->max_degrees[i]) return 0;

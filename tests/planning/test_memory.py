@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
+from hcp import _core
+from hcp.tools.check import check_plan
 
 BYTES = st.integers(0, 2**50)
 
@@ -44,6 +48,69 @@ def saved(path: Path, **changes: Any) -> Path:
             place[last] = value
     path.write_text(json.dumps(data))
     return path
+
+
+def test_a_file_without_a_buffer_has_none(tmp_path: Path) -> None:
+    path = saved(tmp_path / "memory.json", memory__buffer=None)
+    assert hcp.MemoryModel.load(path).buffer == 0
+
+
+# ---- the buffer of exchanges ---------------------------------------------------------------------
+
+
+def test_plans_leave_the_buffer_free() -> None:
+    plans = [
+        hcp.plan([8] * 8, ranks=2, max_tokens_per_rank=64, memory=memory)
+        for memory in (
+            hcp.MemoryModel(activation=10, limit=160, buffer=0),
+            hcp.MemoryModel(activation=10, limit=160 + 1000, buffer=1000),
+            hcp.MemoryModel(activation=10, limit=160 + 1000, buffer=1080),
+        )
+    ]
+    without, equal, less = (len(plan.micro_batches) for plan in plans)
+    assert (without, equal, less) == (2, 2, 4)
+    assert max(plans[0].report().rank_bytes) + 1000 == max(plans[1].report().rank_bytes) == 1160
+    for plan in plans:
+        check_plan(plan.to_dict())
+    wrong = plans[1].to_dict()
+    wrong["memory"]["buffer"] += 1
+    with pytest.raises(hcp.HcpError, match="needs 1161 bytes on a rank, expected <= 1160"):
+        check_plan(wrong)
+
+
+def test_a_buffer_takes_more_chunks_of_heads() -> None:
+    memory = hcp.MemoryModel(activation=1, attention=60, head_chunks=6, limit=1000, buffer=360)
+    assert _core.memory_chunks(memory.numbers(), 20, 40, 2) == 2
+    assert _core.memory_chunks(replace(memory, buffer=400).numbers(), 20, 40, 2) == 3
+
+
+def test_a_refusal_names_the_buffer() -> None:
+    memory = hcp.MemoryModel(activation=10, limit=160, buffer=70)
+    with pytest.raises(ValueError, match=r"need 170 bytes with memory.buffer, .*peer_buffer_bytes"):
+        hcp.plan([20], ranks=2, max_tokens_per_rank=64, memory=memory)
+    with pytest.raises(ValueError, match=r"takes 170 bytes .* peer_buffer_bytes \(.* is 70\)"):
+        hcp.Config(64, memory=memory).validate(ranks=2, longest=20)
+    with pytest.raises(ValueError, match=r"the 160 that exchanges hold"):
+        hcp.plan([1], ranks=2, max_tokens_per_rank=64, memory=replace(memory, buffer=160))
+
+
+@pytest.mark.parametrize("buffer", [0, 99, 100])
+def test_groups_that_hold_more_than_their_plan_counts_are_refused(
+    buffer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = hcp.MemoryModel(activation=10, limit=1000, buffer=buffer)
+    plan = hcp.plan([4], ranks=2, max_tokens_per_rank=64, memory=memory)
+
+    def step(groups: Any) -> None:
+        monkeypatch.setattr(groups.transport, "buffer_bytes", 100)
+        samples = [{"tokens": torch.arange(4)}] if groups.transport.rank == 0 else []
+        hcp.dispatch(plan, samples, [0], groups)
+
+    if buffer != 99:  # 0: the limit leaves buffers out
+        hcp.loopback(2, step, sharing=True)
+        return
+    with pytest.raises(ValueError, match="buffer is 99 bytes, and the process groups hold 100 "):
+        hcp.loopback(2, step, sharing=True)
 
 
 @pytest.mark.parametrize(

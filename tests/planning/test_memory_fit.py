@@ -136,3 +136,11 @@ def test_what_degrees_add_is_in_the_model() -> None:
     fit: MemoryFit = fit_peaks(peaks, 1000, Shared(5, 2, 4))
     wanted = {"gathered": 5, "attention": 2, "head_chunks": 4}
     assert fit.model == hcp.MemoryModel(activation=6, logit=4, limit=1000, **wanted)
+
+
+def test_what_exchanges_hold_is_in_the_model() -> None:
+    peaks = [Peak(n, 10 * n + 3, 6 * n) for n in (1, 2, 3)]
+    found = fit_peaks(peaks, 1000, buffer=900).model
+    assert found == hcp.MemoryModel(activation=6, logit=4, limit=997, buffer=900)
+    with pytest.raises(ValueError, match=r"at least the 13 .* and the 988 of buffers of exchanges"):
+        fit_peaks(peaks, 1000, buffer=988)

@@ -68,6 +68,7 @@ def test_nodes_allow_what_one_holds_or_whole_ones(ranks: int, node: int) -> None
         attention=st.integers(0, 99),
         head_chunks=st.integers(1, 40),
         limit=st.integers(0, 40_000),
+        buffer=st.integers(0, 900),
     ),
     st.integers(0, 200),
     st.integers(0, 500),

@@ -124,6 +124,7 @@ class MixedGloo(TorchTransport):
     """
 
     BUFFER_BYTES = 2**18
+    buffer_bytes = 2 * BUFFER_BYTES
 
     def __init__(self, folder: str, node: int, timeout: float) -> None:
         super().__init__(dist.new_group(timeout=timedelta(seconds=timeout)))

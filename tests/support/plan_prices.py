@@ -67,7 +67,7 @@ def chunks_for(memory: MemoryModel, rows: int, tokens: int, degree: int) -> int:
     if memory.limit == 0:
         return 1
     for chunks in range(1, memory.head_chunks):
-        if bytes_of(memory, rows, tokens, degree, chunks) <= memory.limit:
+        if memory.buffer + bytes_of(memory, rows, tokens, degree, chunks) <= memory.limit:
             return chunks
     return memory.head_chunks
 
@@ -107,7 +107,7 @@ def held_by(plan: Plan, group: Group) -> list[RankLoad]:
 
 def bytes_held(memory: MemoryModel, held: RankLoad, degree: int) -> int:
     rows, tokens = held.rows + held.padding, held.tokens + held.padding
-    return bytes_of(memory, rows, tokens, degree, memory.head_chunks)
+    return memory.buffer + bytes_of(memory, rows, tokens, degree, memory.head_chunks)
 
 
 def measured(

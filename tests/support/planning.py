@@ -191,6 +191,7 @@ def _memory(r: Random, request: Request) -> None:
         attention=r.choice([0, r.randint(0, 1000)]),
         head_chunks=r.choice([1, 1, 2, 3, 8]),
         limit=min(2**50, limit),
+        buffer=r.choice([0, 0, r.randint(0, limit // 4)]),
     )
 
 
@@ -332,7 +333,7 @@ def _bytes_left(request: Request, memory: hcp.MemoryModel, degree: int) -> int:
     padding = max(1, request["alignment"]) - 1
     buffers = padding * (memory.attention + memory.gathered) if degree > 1 else 0
     taken = padding * (memory.activation + memory.logit) + -(-buffers // memory.head_chunks)
-    return memory.limit - taken
+    return memory.limit - memory.buffer - taken
 
 
 def fullest(length: int, degree: int) -> int:

@@ -121,10 +121,11 @@ static int64_t padding_bytes(const hcp_limits *limits, int32_t degree) {
 int64_t hcp_memory_chunks(const hcp_memory *memory, int64_t rows, int64_t tokens, int32_t degree) {
   hcp_memory tried = *memory;
   int64_t low = 1, high = memory->head_chunks > 1 ? memory->head_chunks : 1;
+  int64_t most = memory->limit - memory->buffer;
   if (memory->limit == 0) return 1;
   while (low < high) { /* the fewest that fit, if any, are in between */
     tried.head_chunks = low + (high - low) / 2;
-    if (hcp_memory_bytes(&tried, rows, tokens, degree) <= memory->limit)
+    if (hcp_memory_bytes(&tried, rows, tokens, degree) <= most)
       high = tried.head_chunks;
     else
       low = tried.head_chunks + 1;
@@ -143,9 +144,9 @@ static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
   if (memory->limit > 0 && hcp__bytes_limit(limits, 1) < 1)
     return hcp__fail(err, HCP_INVALID,
                      "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
-                     "that alignment may add",
+                     "that alignment may add and the %lld that exchanges hold (memory.buffer)",
                      (long long)memory->limit, (long long)padding_bytes(limits, 1),
-                     limits->alignment - 1);
+                     limits->alignment > 1 ? limits->alignment - 1 : 0, (long long)memory->buffer);
   return HCP_OK;
 }
 
@@ -228,8 +229,9 @@ int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
 }
 
 int64_t hcp__bytes_limit(const hcp_limits *limits, int32_t degree) {
-  return limits->memory.limit == 0 ? INT64_MAX
-                                   : limits->memory.limit - padding_bytes(limits, degree);
+  const hcp_memory *memory = &limits->memory;
+  if (memory->limit == 0) return INT64_MAX;
+  return memory->limit - memory->buffer - padding_bytes(limits, degree);
 }
 
 /* ---- speed ---- */

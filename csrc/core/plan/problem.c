@@ -345,6 +345,18 @@ static const char *smaller_buffers(const hcp_memory *memory) {
   return memory->attention > 0 ? ", more head_chunks" : "";
 }
 
+static const char *smaller_peer_buffer(const hcp_memory *memory) {
+  return memory->buffer > 0 ? ", a smaller peer_buffer_bytes" : "";
+}
+
+/* What the bytes of a refused sequence have beside those of its rows. */
+static const char *beside_rows(const hcp_limits *limits) {
+  if (limits->memory.buffer == 0)
+    return limits->alignment > 1 ? " with what alignment may add" : "";
+  return limits->alignment > 1 ? " with what alignment may add and memory.buffer"
+                               : " with memory.buffer";
+}
+
 /* Rows fit at some degree that everything else forbids. */
 static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *kind,
                                       hcp_error *err) {
@@ -367,11 +379,11 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
   return hcp__fail(
       err, HCP_INFEASIBLE,
       "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes%s, expected "
-      "<= %lld (memory.limit); use more ranks%s%s, recompute activations and calibrate "
+      "<= %lld (memory.limit); use more ranks%s%s%s, recompute activations and calibrate "
       "again, or split the sequence",
-      sequence, (long long)kind->size.length, leanest, (long long)needed,
-      limits->alignment > 1 ? " with what alignment may add" : "", (long long)limits->memory.limit,
-      limits->alignment > 1 ? ", a smaller alignment" : "", smaller_buffers(&limits->memory));
+      sequence, (long long)kind->size.length, leanest, (long long)needed, beside_rows(limits),
+      (long long)limits->memory.limit, limits->alignment > 1 ? ", a smaller alignment" : "",
+      smaller_buffers(&limits->memory), smaller_peer_buffer(&limits->memory));
 }
 
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {

@@ -42,7 +42,7 @@ int64_t hcp__group_bytes(const hcp_plan *plan, const hcp_memory *memory, const h
                          int32_t j) {
   int64_t padding = hcp__padding(plan, group, j), tokens = hcp__group_tokens(plan, group);
   int64_t rows = hcp__rank_rows(plan, group, j) + padding;
-  return hcp_memory_bytes(memory, rows, tokens + padding, group->degree);
+  return hcp__sum(memory->buffer, hcp_memory_bytes(memory, rows, tokens + padding, group->degree));
 }
 
 hcp_status hcp_group_chunks(const hcp_plan *plan, int32_t micro_batch, int32_t rank,

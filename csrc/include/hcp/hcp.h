@@ -218,7 +218,9 @@ const char *hcp_sync_name(hcp_sync sync);
   /* bytes of one row in attention's own buffers, where ranks share */ \
   X(int64_t, in attention, memory.attention)                           \
   /* most chunks of heads that attention is computed in; 0: one */     \
-  X(int64_t, in head_chunks, memory.head_chunks)
+  X(int64_t, in head_chunks, memory.head_chunks)                       \
+  /* bytes of the limit that buffers of exchanges always hold */       \
+  X(int64_t, in buffer, memory.buffer)
 
 /* All of them, each field from hcp_limits on. */
 #define HCP_LIMITS(X) \
@@ -254,7 +256,8 @@ typedef struct hcp_pipeline {
  *
  * where rows are those of the fullest rank, sequence by sequence, and tokens those of the
  * group's sequences. The second term counts when its degree is more than 1, rounded up for
- * each sequence. Alignment may add a sequence of alignment - 1 tokens on one rank. */
+ * each sequence. Alignment may add a sequence of alignment - 1 tokens on one rank. The limit
+ * holds these bytes and the buffer. */
 typedef struct hcp_memory {
   HCP_MEMORY_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_memory;
