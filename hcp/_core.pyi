@@ -189,6 +189,17 @@ class Plan:
     def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
     def states(self, micro_batch: int, rank: int, by_rounds: bool) -> memoryview: ...
     def states_rows(self, micro_batch: int, rank: int) -> tuple[int, int, int]: ...
+    def scan_price(
+        self,
+        micro_batch: int,
+        rank: int,
+        row_bytes: int,
+        state_bytes: int,
+        row_work: int,
+        round_bytes: int,
+        exchanges: int,
+        /,
+    ) -> tuple[int, int]: ...
     def cross(
         self,
         micro_batch: int,

@@ -279,6 +279,68 @@ hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t
   return HCP_OK;
 }
 
+/* ---- the price of a layer ---- */
+
+enum { PARTS = 16 }; /* of a near link's price, in which that of another is told */
+
+static int64_t product(int64_t a, int64_t b) {
+  int64_t found;
+  return __builtin_mul_overflow(a, b, &found) || found > HCP__LATE ? HCP__LATE : found;
+}
+
+/* Bytes over the slowest link of a group, in those of a near one. */
+static int64_t over_link(const hcp_plan *plan, const hcp_group *group, int64_t bytes) {
+  const hcp_cost *cost = &plan->cost;
+  int64_t node = plan->limits.ranks_per_node, near = cost->exchange;
+  int64_t far = hcp__links_of(cost, group->degree, (int32_t)node).exchange;
+  if (near == 0 || far <= near) return bytes;
+  int64_t parts = product(far, PARTS) / near;
+  return hcp__sum(product(bytes / PARTS, parts), product(bytes % PARTS, parts) / PARTS);
+}
+
+static int64_t most_rows(const hcp_plan *plan, const hcp_group *group) {
+  int64_t most = 0;
+  for (int32_t j = 0; j < group->degree; j++)
+    most = hcp__most(most, hcp__rank_rows(plan, group, j));
+  return most;
+}
+
+static int64_t price_of_way(const hcp_plan *plan, const hcp_group *group, const hcp_scanned *layer,
+                            int64_t states, int64_t rounds) {
+  int64_t moved = over_link(plan, group, product(states, layer->state_bytes));
+  return hcp__sum(moved, product(rounds, layer->round_bytes));
+}
+
+static int64_t price_of_heads(const hcp_plan *plan, const hcp_group *group,
+                              const hcp_scanned *layer) {
+  int64_t degree = group->degree, tokens = hcp__group_tokens(plan, group);
+  int64_t moved = product(product(tokens, degree - 1), layer->row_bytes) / (degree * degree);
+  return hcp__sum(over_link(plan, group, moved), product(layer->exchanges, layer->round_bytes));
+}
+
+hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                          const hcp_scanned *layer, hcp_scan_costs *costs, hcp_error *err) {
+  hcp_states_rows rows;
+  if (layer->row_bytes < 0 || layer->state_bytes < 0 || layer->row_work < 0 ||
+      layer->round_bytes < 0 || layer->exchanges < 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "row_bytes is %lld, state_bytes %lld, row_work %lld, round_bytes %lld and "
+                     "exchanges %d, expected none below 0",
+                     (long long)layer->row_bytes, (long long)layer->state_bytes,
+                     (long long)layer->row_work, (long long)layer->round_bytes, layer->exchanges);
+  hcp_status status = hcp_states_measure(plan, micro_batch, rank, &rows, err);
+  if (status != HCP_OK) return status;
+  const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
+  *costs = (hcp_scan_costs){0, 0};
+  if (group == NULL || group->degree < 2) return HCP_OK;
+  int64_t gathered = price_of_way(plan, group, layer, rows.gathered, 1);
+  int64_t by_rounds = price_of_way(plan, group, layer, rows.by_rounds, rows.rounds);
+  int64_t work = product(most_rows(plan, group), layer->row_work);
+  costs->states = hcp__sum(hcp__least(gathered, by_rounds), work);
+  costs->heads = price_of_heads(plan, group, layer);
+  return HCP_OK;
+}
+
 /* ---- one path ---- */
 
 static int64_t key_of(int32_t place, int32_t span) { return (int64_t)place << 32 | span; }

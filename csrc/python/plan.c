@@ -690,6 +690,28 @@ static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwar
                        (int)rows.rounds);
 }
 
+/* (micro_batch, rank, row_bytes, state_bytes, row_work, round_bytes, exchanges) */
+static PyObject *plan_scan_price(PyObject *self, PyObject *args) {
+  PyObject *place[2], *sizes[4], *exchanges;
+  int32_t micro_batch, rank;
+  hcp_scanned layer;
+  hcp_scan_costs costs;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OOOOOOO:scan_price", &place[0], &place[1], &sizes[0], &sizes[1],
+                        &sizes[2], &sizes[3], &exchanges) ||
+      place_from(place, &micro_batch, &rank) < 0 ||
+      hcp_py_int64(sizes[0], "row_bytes", &layer.row_bytes) < 0 ||
+      hcp_py_int64(sizes[1], "state_bytes", &layer.state_bytes) < 0 ||
+      hcp_py_int64(sizes[2], "row_work", &layer.row_work) < 0 ||
+      hcp_py_int64(sizes[3], "round_bytes", &layer.round_bytes) < 0 ||
+      hcp_py_int32(exchanges, "exchanges", &layer.exchanges) < 0)
+    return NULL;
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_scan_price(plan_of(self), micro_batch, rank, &layer, &costs, &err));
+  if (status != HCP_OK) return hcp_py_raise(&err);
+  return Py_BuildValue("(LL)", (long long)costs.states, (long long)costs.heads);
+}
+
 static PyObject *plan_cross(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"micro_batch", "rank",  "keys", "keys_micro_batch",
                              "left",        "right", NULL};
@@ -763,6 +785,10 @@ static PyMethodDef plan_methods[] = {
      "How states of a micro-batch get from rank to rank, as words of a table."},
     {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
+    {"scan_price", plan_scan_price, METH_VARARGS,
+     "(states, heads): what a recurrent layer costs the busiest rank where states travel, and "
+     "where "
+     "rows do, in bytes."},
     {"cross", (PyCFunction)(void (*)(void))plan_cross, METH_VARARGS | METH_KEYWORDS,
      "Keys of another plan's micro-batch for the queries of this one's, as words of a table."},
     {NULL, NULL, 0, NULL}};

@@ -239,12 +239,19 @@ class Scan(HandlerPart):
     # ---- the choice between states and whole sequences ----
 
     def choose(
-        self, heads: int, *, row_bytes: int, state_bytes: int, exchanges: int = 2
+        self,
+        heads: int,
+        *,
+        row_bytes: int,
+        state_bytes: int,
+        exchanges: int = 2,
+        row_work: int = 0,
     ) -> scans.ScanChoice:
         """Choose how a recurrent layer gets past the borders of ranks, by ``type``.
 
-        "auto" takes what costs the busiest rank fewer bytes, where each round of messages costs as
-        much as 1 MiB, and passes states where ranks cannot share the heads evenly. Nothing is
+        "auto" takes what costs the busiest rank less in the forward: bytes that travel, more of
+        them between nodes as the plan's prices say, 1 MiB for each round of messages, and
+        ``row_work``. It passes states where ranks cannot share the heads evenly. Nothing is
         exchanged here.
 
         Args:
@@ -253,6 +260,8 @@ class Scan(HandlerPart):
             state_bytes: of one span's state and decay or transition, as ``pass_states`` exchanges
                 them.
             exchanges: calls of ``cp.whole.sequence_to_head`` and ``head_to_sequence``.
+            row_work: what one row of all heads computes more where states travel, in bytes that a
+                link carries in the same time.
 
         Returns:
             A choice whose ``used`` is "pass_states" or "sequence_to_head", the same on all ranks of
@@ -263,10 +272,9 @@ class Scan(HandlerPart):
                 for and ranks outnumber the heads.
         """
         self._layout.plan.core.expect_trees("cp.scan.choose")
-        sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
+        sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges, row_work)
         if sizes not in self._choices:
-            cost = self._passes.cost(state_bytes) if self._layout.degree > 1 else 0
-            self._choices[sizes] = scans.choose(self._layout, self.type, sizes, cost)
+            self._choices[sizes] = scans.choose(self._layout, self.type, sizes)
         return self._choices[sizes]
 
     @property

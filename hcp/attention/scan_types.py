@@ -1,8 +1,9 @@
 """Scan types: how a recurrent layer's sequences get past the borders of ranks.
 
 "pass_states": each rank scans its own rows, and states travel. "sequence_to_head": each rank scans
-whole sequences of some heads, and rows travel. "auto": what costs fewer bytes. The plan and the
-layer's sizes decide, in integers, so that every rank of a group decides alike.
+whole sequences of some heads, and rows travel. "auto": what costs less. The core prices both by
+what travels, by what a layer computes more where states do, and by the plan's prices of links, in
+integers, so that every rank of a group decides alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _log = logging.getLogger("hcp")
 
 
 class ScanSizes(NamedTuple):
-    """The bytes that a recurrent layer would exchange in its forward."""
+    """What a recurrent layer would exchange in its forward, and compute more."""
 
     heads: int
     row_bytes: int
@@ -35,6 +36,9 @@ class ScanSizes(NamedTuple):
     """Bytes of the map of one span of all heads: its state, and its decay or transition."""
     exchanges: int = 2
     """Calls of sequence_to_head and head_to_sequence."""
+    row_work: int = 0
+    """What one row of all heads computes more where states travel, in bytes that a link carries in
+    the same time."""
 
 
 class ScanChoice(NamedTuple):
@@ -49,8 +53,8 @@ def check_scan_type(scan_type: str) -> None:
     expect_choice("scan_type", scan_type, SCAN_TYPES)
 
 
-def choose(layout: Layout, asked: ScanType, sizes: ScanSizes, state_cost: int) -> ScanChoice:
-    """Choose what this rank's group uses. ``state_cost``: of passing states, in bytes."""
+def choose(layout: Layout, asked: ScanType, sizes: ScanSizes) -> ScanChoice:
+    """Choose what this rank's group uses."""
     heads, degree = expect_size("heads", sizes.heads), layout.degree
     if asked == SEQUENCE_TO_HEAD and degree > heads:
         raise ValueError(
@@ -64,11 +68,13 @@ def choose(layout: Layout, asked: ScanType, sizes: ScanSizes, state_cost: int) -
         return ScanChoice(asked, SEQUENCE_TO_HEAD, f"degree {degree}: nothing travels")
     if heads % degree:
         return _said(asked, PASS_STATES, f"{degree} ranks cannot share {heads} heads evenly")
-    moved = sum(layout.lengths) * (degree - 1) * sizes.row_bytes // degree**2
-    row_cost = moved + sizes.exchanges * ROUND_BYTES
-    used: ScanType = PASS_STATES if state_cost <= row_cost else SEQUENCE_TO_HEAD
-    costs = f"{PASS_STATES}: {state_cost}, {SEQUENCE_TO_HEAD}: {row_cost}"
-    return _said(asked, used, f"fewest bytes, {ROUND_BYTES} for each round, of {costs}")
+    states, rows = layout.plan.core.scan_price(
+        *(layout.micro_batch, layout.rank, sizes.row_bytes, sizes.state_bytes, sizes.row_work),
+        *(ROUND_BYTES, sizes.exchanges),
+    )
+    used: ScanType = PASS_STATES if states <= rows else SEQUENCE_TO_HEAD
+    costs = f"{PASS_STATES}: {states}, {SEQUENCE_TO_HEAD}: {rows}"
+    return _said(asked, used, f"least cost, in bytes of a link, of {costs}")
 
 
 def _said(asked: ScanType, used: ScanType, why: str) -> ScanChoice:

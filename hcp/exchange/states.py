@@ -39,10 +39,6 @@ class StatePasses:
         self._ways = {False: (gathered, 1), True: (by_rounds, rounds)}
         self._made: dict[bool, StateTable] = {}
 
-    def cost(self, row_bytes: int) -> int:
-        """Return the cost of what costs less."""
-        return min(self._cost(by_rounds, row_bytes) for by_rounds in self._ways)
-
     def choose(self, row_bytes: int) -> StateTable:
         """Return the table of what costs less."""
         by_rounds = self._cost(True, row_bytes) < self._cost(False, row_bytes)

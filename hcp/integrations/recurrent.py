@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
 from hcp.exchange.layout import span_rows
+from hcp.integrations.span_pieces import pieces_of, read, written
 from hcp.step.handler import ContextParallelHandler
 
 
@@ -48,40 +49,65 @@ def scan_mamba(
 ) -> Tensor:
     """Scan x (T, H, P) by Mamba-2, along its documents, and pass states.
 
-    `logs`: (T, H), logarithms of the decays. `reads`: (T, H, N), what each row reads of the state.
-    `scan`: of the spans of these rows, each from zeros, gives (T, H, P) and the states at their
-    ends (spans, H, P, N). It is not called without spans. `beside`: other tensors with gradients
-    that it uses.
+    `logs`: (T, H), logarithms of the decays. `reads`: (T, G, N), what each row reads of the state,
+    of each group of heads; G may be H. `scan`: of the spans of these rows, each from zeros, gives
+    (T, H, P) and the states at their ends (spans, H, P, N). It is not called without spans.
+    `beside`: other tensors with gradients that it uses.
     """
-    spans = _slices(span_rows(cp.layout))
+    sizes = span_rows(cp.layout)
     wide = _wide(x, logs, reads)
-    out, states = scan(spans) if spans else (x, _no_states(x, reads, wide))
-    states = states.to(wide)
-    decays = [logs[span].sum(0).exp()[:, None, None] for span in spans]
-    entering = cp.scan.pass_states(states, torch.stack(decays) if decays else states[..., :1, :1])
-    if not spans:
-        return _touched(x, entering, logs, *beside)
-    outs = []
-    for span, state in zip(spans, entering, strict=True):
-        with _without_autocast(x):
-            read = torch.einsum("thn,hpn->thp", reads[span], state.to(reads.dtype))
-        outs.append(out[span] + (read * logs[span].cumsum(0).exp()[..., None]).to(out.dtype))
-    return torch.cat(outs)
+    if not sizes:
+        each = reads.repeat_interleave(x.shape[1] // reads.shape[1], 1)
+        none = _no_states(x, each, wide)
+        return _touched(x, cp.scan.pass_states(none, none[..., :1, :1]), logs, *beside)
+    out, states = scan(_slices(sizes))
+    if not cp.layout.spans_continue:  # nothing enters
+        return out
+    pieces = pieces_of(tuple(sizes), x.device)
+    since, whole = pieces.sums(logs)
+    entering = cp.scan.pass_states(states.to(wide), whole.exp()[:, :, None, None])
+    with _without_autocast(x):
+        added = read(pieces, reads, entering.to(reads.dtype)) * since.exp()[..., None]
+    return out + pieces.joined(added).to(out.dtype)
+
+
+def mamba_work(heads: int, size: int, states: int, products: int = 1) -> int:
+    """Give `row_work` of `cp.scan.choose`, of Mamba-2: `products` of rows and states in PyTorch."""
+    rows = heads * size
+    own = 2 * rows * states // OPERATIONS_OF_TORCH + 4 * rows * PASSES // LOCAL_BYTES
+    return products * own
+
+
+def delta_work(heads: int, keys: int) -> int:
+    """Give it of the delta rule, which runs on K columns more."""
+    return 2 * heads * keys * (3 * keys + 2 * CHUNK) // OPERATIONS_OF_KERNELS
+
+
+OPERATIONS_OF_KERNELS = 300
+"""Operations of fused scans in the time in which a link carries a byte: 73 TFLOP/s, from times of
+gated delta nets that the package fla has published for H100s, over 250 GB/s."""
+OPERATIONS_OF_TORCH = 160
+"""The same for products in float32: an assumed 40 TFLOP/s."""
+LOCAL_BYTES = 16
+"""Bytes that a GPU reads or writes in its own memory in that time: 4 TB/s over 250 GB/s."""
+PASSES = 6
+"""Over rows in float32, beside a product: they are cast, scaled, added and joined."""
+CHUNK = 64
+"""Rows of a chunk in fla's kernels."""
 
 
 def mamba_states(x: Tensor, logs: Tensor, writes: Tensor, spans: list[slice]) -> Tensor:
     """Compute the state at the end of each span of x (T, H, P), from zeros: (spans, H, P, N).
 
-    `writes`: (T, H, N), what each row adds to the state, by its step. For kernels that scan a pack
-    in one call, and give no states of it.
+    `x`: by its step. `writes`: (T, G, N), what each row adds to the state, of each group of heads;
+    G may be H. For kernels that scan a pack in one call, and give no states of it.
     """
-    states = []
-    for span in spans:
-        later = logs[span].sum(0) - logs[span].cumsum(0)
-        scaled = writes[span] * later.exp()[..., None]
-        with _without_autocast(x):
-            states.append(torch.einsum("thp,thn->hpn", x[span].to(scaled.dtype), scaled))
-    return torch.stack(states)
+    pieces = pieces_of(tuple(span.stop - span.start for span in spans), x.device)
+    since, whole = pieces.sums(logs)
+    later = pieces.of_states(whole)[:, None] - since
+    with _without_autocast(x):
+        scaled = pieces.cut(x).to(writes.dtype) * later.exp()[..., None].to(writes.dtype)
+        return written(pieces, scaled, writes)
 
 
 def delta_rule(
@@ -106,6 +132,7 @@ def delta_rule(
         row_bytes=heads * (2 * keys + 2 * width) * value.element_size() + rows,
         state_bytes=heads * keys * (keys + width) * wide,
         exchanges=3,
+        row_work=delta_work(heads, keys),
     )
     given = rule, query, key, value, gates, options
     if cp.degree <= 1:  # spans are stretches
@@ -128,28 +155,41 @@ def _delta_by_states(
     gates: Gates,
     options: dict[str, Any],
 ) -> Tensor:
-    """State and output are linear in the state that enters a span. So the rule runs once, on values
-    followed by K zeros, from zeros followed by the identity. What it makes of the identity is the
-    span's transition, and what its rows read from a state that enters."""
+    """State and output are linear in the state that enters a span. So where one may enter, the rule
+    runs on values followed by K zeros, from zeros followed by the identity. What it makes of the
+    identity is the span's transition, and what its rows read from a state that enters. A span that
+    begins a document is computed from zeros alone."""
     (heads, width), keys = value.shape[1:], key.shape[2]
-    dtype = _wide(value)
-    identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, heads, keys, keys)
-    start, wide = F.pad(identity, (width, 0)), F.pad(value, (0, keys))
-    sizes = span_rows(cp.layout)
-    if sizes:
-        out, made = _delta_of(sizes, rule, query, key, wide, gates, options, start)
-    else:
-        out, made = wide, _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide, dtype)
-    states, transitions = torch.split(made.to(dtype), [width, keys], -1)
-    entering = cp.scan.pass_states(states, transition=transitions)
+    dtype, sizes = _wide(value), span_rows(cp.layout)
     if not sizes:
+        wide = F.pad(value, (0, keys))
+        none = _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide, dtype)
+        states, transitions = torch.split(none, [width, keys], -1)
+        entering = cp.scan.pass_states(states, transition=transitions)
         return _touched(value, query, key, entering, *gates.values())
+    identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, heads, keys, keys)
+    spans, outs, made = _slices(sizes), [value] * len(sizes), [value] * len(sizes)
+    begins = _begin_documents(cp)
+    first, later = ([i for i, begun in enumerate(begins) if begun == b] for b in (True, False))
+    for chosen, more in ((first, 0), (later, keys)):
+        mine, within = [spans[i] for i in chosen], [sizes[i] for i in chosen]
+        q, k, v, *own = (_joined(x, mine) for x in (query, key, value, *gates.values()))
+        given = rule, q, k, F.pad(v, (0, more)), dict(zip(gates, own, strict=True)), options
+        out, ends = _delta_of(within, *given, start=F.pad(identity[..., :more], (width, 0)))
+        for i, part, end in zip(chosen, torch.split(out, within), ends, strict=True):
+            outs[i], made[i] = part, F.pad(end.to(dtype), (0, keys - more))
+    states, transitions = torch.split(torch.stack(made), [width, keys], -1)
+    entering = cp.scan.pass_states(states, transition=transitions)
+    if not later:  # gradients of what others took come this way
+        return _touched(torch.cat(outs), entering[:0])
+    pieces = pieces_of(tuple(within), value.device)
+    entered = entering[torch.tensor(later, device="cpu").to(value.device)].transpose(2, 3)
     with _without_autocast(value):
-        added = [
-            torch.einsum("thk,hkv->thv", out[span][..., width:].to(state.dtype), state)
-            for span, state in zip(_slices(sizes), entering, strict=True)
-        ]
-    return out[..., :width] + torch.cat(added).to(out.dtype)
+        added = read(pieces, out[..., width:].to(entered.dtype), entered)
+    whole = out[..., :width] + pieces.joined(added).to(out.dtype)
+    for i, part in zip(later, torch.split(whole, within), strict=True):
+        outs[i] = part
+    return torch.cat(outs)
 
 
 def _delta_by_heads(
@@ -221,7 +261,17 @@ def levels_of(parents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ..
 
 
 def _joined(x: Tensor, spans: list[slice]) -> Tensor:
-    return torch.cat([x[span] for span in spans])
+    rows = sum(span.stop - span.start for span in spans)
+    return x[:rows] if rows in (0, len(x)) else torch.cat([x[span] for span in spans])
+
+
+def _begin_documents(cp: ContextParallelHandler) -> list[bool]:
+    """Whether each span of this rank's rows begins a document, so that no state enters it. Padding
+    is one more."""
+    layout = cp.layout
+    firsts = [layout.documents[i].start for i in layout.span_documents]
+    begun = [span.start == first for span, first in zip(layout.spans, firsts, strict=True)]
+    return [*begun, *[True] * (layout.padding > 0)]
 
 
 def _delta_of(
@@ -238,7 +288,7 @@ def _delta_of(
     each, and the states at their ends, if `start` is given. One call, where the rule takes the
     bounds of a pack."""
     if not sizes:
-        return _touched(value, query, key, *gates.values()), None
+        return _touched(value, query, key, *gates.values()), None if start is None else start[:0]
     if start is not None:
         start = start.expand(len(sizes), *start.shape[1:])
     if takes_packs(rule):

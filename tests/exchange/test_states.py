@@ -357,3 +357,57 @@ def test_autocast_does_not_round_maps(way: str, monkeypatch: pytest.MonkeyPatch)
         assert torch.allclose(found, want)
 
     hcp.loopback(4, check)
+
+
+# ---- the price of a layer ------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 8),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    st.tuples(*[st.integers(0, 10**6)] * 4, st.integers(0, 4)),
+    st.tuples(st.integers(0, 9), st.integers(0, 99)),
+)
+def test_a_layer_costs_what_travels_and_what_it_computes_more(
+    ranks: int,
+    node: int,
+    lengths: list[int],
+    layer: tuple[int, int, int, int, int],
+    links: tuple[int, int],
+) -> None:
+    near, far = links
+    cost = hcp.CostModel(exchange=near, exchange_far=far)
+    node = ranks // node if node and ranks % node == 0 else 0
+    plan = hcp.plan(
+        lengths,
+        ranks=ranks,
+        max_tokens_per_rank=sum(lengths),
+        min_degree=ranks,
+        ranks_per_node=node or None,
+        cost=cost,
+    )
+    row_bytes, state_bytes, row_work, round_bytes, exchanges = layer
+    spans_nodes = node > 0 and ranks > node
+    parts = 16 * far // near if near and spans_nodes and far > near else 16
+    rows = max(Layout(plan, 0, rank).rows for rank in range(ranks))
+
+    def over_link(moved: int) -> int:
+        return moved // 16 * parts + moved % 16 * parts // 16
+
+    for rank in range(ranks):
+        gathered, by_rounds, rounds = plan.core.states_rows(0, rank)
+        ways = ((gathered, 1), (by_rounds, rounds))
+        states = min(over_link(n * state_bytes) + r * round_bytes for n, r in ways)
+        moved = sum(lengths) * (ranks - 1) * row_bytes // ranks**2
+        expected = states + rows * row_work, over_link(moved) + exchanges * round_bytes
+        given_args = row_bytes, state_bytes, row_work, round_bytes, exchanges
+        assert plan.core.scan_price(0, rank, *given_args) == expected
+
+
+def test_a_price_below_nothing_is_refused() -> None:
+    plan = hcp.plan([8], ranks=2, max_tokens_per_rank=8, min_degree=2)
+    with pytest.raises(ValueError, match="row_work -1, round_bytes 0 and exchanges 0, expected no"):
+        plan.core.scan_price(0, 0, 0, 0, -1, 0, 0)
+    assert plan.core.scan_price(0, 0, 2**62, 2**62, 2**62, 2**62, 2**30) == (2**61 - 1, 2**61 - 1)

@@ -300,8 +300,11 @@ def compare(
     fused_rope=True,
     scan_type="auto",
     several=False,
+    by_span=False,
 ):
-    with layers_on_cpu(name):
+    with layers_on_cpu(name), contextlib.ExitStack() as wide:
+        if by_span:  # long ones have a call of the kernel each
+            wide.enter_context(mock.patch("hcp.integrations.megatron.mamba.LONG_SPAN", 0))
         own, model = build_both(name, MODELS[name], fused_rope)
         expected = computed_alone(own, LENGTHS)
         given = ranks, LENGTHS, room, alignment
@@ -361,6 +364,12 @@ def test_ranks_without_rows_give_every_parameter_its_gradient(name):
 def test_recurrent_layers_pass_states_or_exchange_heads_as_asked(name, scan_type, room):
     way, ranks = (scan_type, scan_type), 3 if room else 4
     run_ranks(1, compare, name, ranks, room, 1, way, True, scan_type, timeout=110)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_spans_that_a_kernel_scans_one_by_one_give_it_their_states(several):
+    given = "a Mamba hybrid", 3, 32, 4, None, True, "pass_states", several, True
+    run_ranks(1, compare, *given, timeout=110)
 
 
 @pytest.mark.parametrize(

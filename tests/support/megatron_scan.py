@@ -78,20 +78,31 @@ def slow_chunk_scan(
     D: Tensor,
     dt_bias: Tensor,
     dt_softplus: bool,
-    seq_idx: Tensor,
-) -> Tensor:
+    seq_idx: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Any:
     """Scan x (1, S, H, P), each sequence of seq_idx by itself, by steps (1, S, H) and groups (1, S,
-    G, N), and return its like."""
+    G, N), and return its like; with `return_final_states` also the state at the end of all rows,
+    (1, H, P, N)."""
     assert dt_softplus
     steps = F.softplus(dt[0] + dt_bias)
-    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+    sizes = [x.shape[1]]
+    if seq_idx is not None:
+        sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
     parts = zip(*(y.split(sizes) for y in (x[0], steps, B[0], C[0])), strict=True)
     each = x.shape[2] // B.shape[2]
     outs = [
         attend(own, step, A, b.repeat_interleave(each, 1), c.repeat_interleave(each, 1), D)
         for own, step, b, c in parts
     ]
-    return torch.cat(outs)[None].to(x.dtype)
+    out = torch.cat(outs)[None].to(x.dtype)
+    if not return_final_states:
+        return out
+    later = ((steps * A).sum(0) - (steps * A).cumsum(0)).exp() * steps
+    b = B[0].repeat_interleave(each, 1)
+    return out, torch.einsum("sh,shp,shn->hpn", later, x[0].to(later.dtype), b.to(later.dtype))[
+        None
+    ]
 
 
 def attend(x: Tensor, step: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor) -> Tensor:

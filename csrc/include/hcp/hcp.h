@@ -830,6 +830,34 @@ typedef struct hcp_states_rows {
 hcp_status hcp_states_measure(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                               hcp_states_rows *rows, hcp_error *err);
 
+/* A recurrent layer over several ranks, of all heads. Ranks either scan their own rows, and states
+ * travel; or scan whole sequences of some heads, and rows travel. */
+typedef struct hcp_scanned {
+  int64_t row_bytes;   /* of a row, to whole sequences and back */
+  int64_t state_bytes; /* of the map of a span */
+  int64_t row_work;    /* what a row costs more where states travel, in bytes that a near link
+                          carries in the same time */
+  int64_t round_bytes; /* the same for one round of messages */
+  int32_t exchanges;   /* rounds in which rows travel */
+} hcp_scanned;
+
+/* Costs of the busiest rank's forward, in bytes that a near link carries in the same time, at most
+ * INT64_MAX / 4. d ranks, N tokens, R rows of the rank that has most:
+ *
+ *   states  link * rows of hcp_states_rows * state_bytes + rounds * round_bytes + R * row_work,
+ *           the less of both ways
+ *   heads   link * N * (d - 1) / d^2 * row_bytes + exchanges * round_bytes
+ *
+ * link is 1, or in a group that spans nodes the far price of exchange over the near one, in
+ * sixteenths. What both ways compute alike does not count. The same on all ranks of a group; 0 for
+ * one rank or none. */
+typedef struct hcp_scan_costs {
+  int64_t states, heads;
+} hcp_scan_costs;
+
+hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                          const hcp_scanned *layer, hcp_scan_costs *costs, hcp_error *err);
+
 /* HCP_INVALID where hcp_plan_expect_trees refuses, and for a rank without rows. */
 hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                              int32_t by_rounds, hcp_table **states, hcp_error *err);

@@ -19,7 +19,7 @@ import hcp
 from hcp.attention.scan_types import PASS_STATES, SEQUENCE_TO_HEAD, ScanChoice
 from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
 from hcp.integrations.megatron.twin import named, twin
-from hcp.integrations.recurrent import convolve, mamba_states, scan_mamba
+from hcp.integrations.recurrent import convolve, mamba_states, mamba_work, scan_mamba
 
 
 class HeadShare:
@@ -122,6 +122,17 @@ def _units(heads: int, groups: int, degree: int) -> int:
     return even if heads % degree == 0 and heads % even == 0 else heads
 
 
+LONG_SPAN = 4096
+"""Rows with which a span fills a GPU by itself."""
+
+
+def _by_span(cp: hcp.ContextParallelHandler) -> bool:
+    """Whether each span has a call of the kernel for itself, which then gives its state: on all
+    ranks of the group or on none, by the spans that zigzag makes of a document."""
+    spans = 2 * cp.degree * len(cp.layout.stretches)
+    return sum(cp.layout.lengths) >= LONG_SPAN * spans
+
+
 @cache
 def sharing_heads(mixer: type) -> type:
     """Derive a class of Mamba mixers that follow the degree of each micro-batch."""
@@ -152,6 +163,7 @@ def sharing_heads(mixer: type) -> type:
                 row_bytes=(3 * inner + heads + 2 * units * whole.d_state) * size,
                 state_bytes=(inner * whole.d_state + heads) * 4,
                 exchanges=3,
+                row_work=mamba_work(heads, inner // heads, whole.d_state, 1 if _by_span(cp) else 2),
             )
 
         def _by_states(self, cp: hcp.ContextParallelHandler, hidden_states: Tensor) -> Any:
@@ -184,24 +196,40 @@ def sharing_heads(mixer: type) -> type:
             self, cp: hcp.ContextParallelHandler, x: Tensor, dt: Tensor, b: Tensor, c: Tensor
         ) -> Tensor:
             """(T, H, P), by steps (T, H), and what rows write and read (T, G, N)."""
-            whole, each = self.cp, x.shape[1] // b.shape[1]
+            whole = self.cp
             bias, rate = whole.dt_bias_cp1.float(), -whole.A_log_cp1.float().exp()
             skip = whole.D_cp1.float()
             if whole.D_has_hdim:
                 skip = skip.unflatten(0, (x.shape[1], -1))
             steps = F.softplus(dt.float() + bias)
-            writes, reads = (y.float().repeat_interleave(each, 1) for y in (b, c))
             kernel = named(mixer, "mamba_chunk_scan_combined")
 
-            def scan(spans: list[slice]) -> tuple[Tensor, Tensor]:
+            def each(spans: list[slice]) -> tuple[Tensor, Tensor]:
+                """Kernels of single spans give states."""
+                options = {"D": skip, "dt_bias": bias, "dt_softplus": True}
+                found = [
+                    kernel(
+                        *(y[span][None].contiguous() for y in (x, dt)),
+                        *(rate, b[span][None], c[span][None], self.chunk_size),
+                        return_final_states=True,
+                        **options,
+                    )
+                    for span in spans
+                ]
+                outs, states = zip(*found, strict=True)
+                return torch.cat([out[0] for out in outs]), torch.cat(states)
+
+            def together(spans: list[slice]) -> tuple[Tensor, Tensor]:
                 numbers = torch.arange(len(spans), device=x.device, dtype=torch.int32)
                 seq_idx = numbers.repeat_interleave(cp.scan.span_cu_seqlens.diff())[None]
                 given = x[None], dt[None], rate, b[None], c[None], self.chunk_size
                 options = {"D": skip, "dt_bias": bias, "dt_softplus": True, "seq_idx": seq_idx}
                 out = kernel(*(y.contiguous() for y in given[:2]), *given[2:], **options)
-                return out[0], mamba_states(x, steps * rate, writes * steps[..., None], spans)
+                scaled = x.float() * steps[..., None]
+                return out[0], mamba_states(scaled, steps * rate, b.float(), spans)
 
-            return scan_mamba(cp, x, steps * rate, reads, scan, skip)
+            scan = each if _by_span(cp) else together
+            return scan_mamba(cp, x, steps * rate, c.float(), scan, skip)
 
         def _no_rows(self, hidden_states: Tensor) -> Any:
             """Compute without a scan. Every weight takes part, since DDP waits for gradients."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
-from hcp.integrations.recurrent import convolve, delta_rule, scan_mamba
+from hcp.integrations.recurrent import convolve, delta_rule, mamba_work, scan_mamba
 from hcp.step.handler import ContextParallelHandler
 
 MODEL_TYPES = frozenset(
@@ -166,6 +166,7 @@ def _scanned(
         heads,
         row_bytes=heads * (2 * size + 2 * read + 1) * hidden_states.element_size(),
         state_bytes=heads * (size * read + 1) * 4,
+        row_work=mamba_work(heads, size, read),
     )
     if cp.degree > 1 and choice.used == SEQUENCE_TO_HEAD:
         found = _scanned_by_heads(function, cp, [x[0, rows] for x in given], A, options)
@@ -184,9 +185,8 @@ def _scanned(
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     logs = A.float() * steps[0, rows].float()
-    reads = C[0, rows].float().repeat_interleave(heads // C.shape[2], dim=1)
     skip = [options["D"]] if options.get("D") is not None else []
-    found = scan_mamba(cp, hidden_states[0, rows], logs, reads, scan, *skip)
+    found = scan_mamba(cp, hidden_states[0, rows], logs, C[0, rows].float(), scan, *skip)
     return _standing_in(found, hidden_states.shape[1])
 
 
