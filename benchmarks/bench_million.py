@@ -6,15 +6,15 @@ a sequence each can hold.
     torchrun --nproc-per-node 2 benchmarks/bench_million.py --device cpu
 
 One causal sequence lies on all ranks, and no rank computes it alone. hcp's comm types, and
-Transformer Engine's where it is installed (its fused attention, over its own groups), compute
+Transformer Engine's and what others ship (peers/one_sequence.py), where they are installed, compute
 forward and backward in turns. Columns:
 
     ms            of both passes, on the slowest rank; the median of --rounds
     tokens/s      of the whole sequence
     of bound      on the busiest rank, the larger of two times, over ms: hcp's kernel calls of this
                   comm type alone, on keys that are there; the bytes that it receives, at the rate
-                  of a plain copy from a peer's memory. For Transformer Engine: of the same comm
-                  type by hcp, so that a faster kernel of its own may bring more than 1
+                  of a plain copy from a peer's memory. For others: of the same comm type by hcp,
+                  so that a faster kernel of its own may bring more than 1
     GiB           the most memory that torch's allocator held on a GPU in one pass of both, with
                   inputs, output and gradients
     outside GiB   what this contestant took beside: memory that peers read, buffers of NCCL. hcp's
@@ -24,8 +24,8 @@ forward and backward in turns. Columns:
 Before anything is timed, outputs and gradients are checked twice. At --check-tokens all rows are
 compared with one rank's. At --tokens two queries of each chunk are computed by the formula over all
 keys, in float32 (for float64 in float64), and the gradient of the output is 0 but for these: so
-gradients of all keys and values on all ranks are known. Transformer Engine's contestants that
-refuse or are wrong are named and left out.
+gradients of all keys and values on all ranks are known. Contestants of others that refuse or are
+wrong are named, with the error, and left out.
 
 --ladder starts torchrun for each contestant, which doubles --tokens up to --most-tokens, or until
 its memory is used up, or until the next length would take more than --rung-seconds; "of bound" is
@@ -39,6 +39,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -72,7 +73,8 @@ from common.long import GRAD, KEY, QUERY, VALUE, Long
 from common.machine import hardware, package_version
 from common.memory import limit_memory, outside_torch, staged_bytes
 from common.timing import copy_rate, end_ranks, slowest, start_ranks, synchronize, timed
-from peers import shipped
+from peers import one_sequence, shipped
+from peers.dao import Calls
 from peers.ring import padded
 from torch import Tensor
 
@@ -82,6 +84,7 @@ from hcp.attention.kernels import KernelChoice
 from hcp.attention.prepared import PreparedLayer
 
 TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "auto")
+OTHERS = (*shipped.TRANSFORMER_ENGINE, *one_sequence.PEERS)
 WARM_TOKENS = 2048
 DEFAULTS = {
     "tokens": (2048, 2**20),
@@ -112,6 +115,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--types", nargs="*", choices=TYPES, default=TYPES, help="of hcp")
     others = shipped.TRANSFORMER_ENGINE
     parser.add_argument("--te", nargs="*", choices=others, default=others)
+    peers = tuple(one_sequence.PEERS)
+    parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="of others")
     add_ladder(parser)
     args = parser.parse_args()
     if (args.ladder or args.climb) and args.tokens is None:
@@ -155,8 +160,11 @@ def start_ladder(args: argparse.Namespace) -> None:
     )
     names = list(args.types)
     ranks = ranks_of(args)
-    for name in args.te:
-        if obstacle := obstacle_of(name, torch.device(args.device), args, ranks):
+    device = torch.device(args.device)
+    family = hcp.get_cp_handler_cls(args.backend).kernel_family
+    calls = Calls(device, getattr(torch, args.dtype), family)
+    for name in (*args.te, *args.peers):
+        if obstacle := obstacle_of(name, device, args, ranks, calls):
             print(f"without {name}: {obstacle}")
         else:
             names.append(name)
@@ -169,7 +177,7 @@ def start_ladder(args: argparse.Namespace) -> None:
 
 @dataclass
 class Contestant:
-    """One comm type of hcp's, or of Transformer Engine's, on the sequence."""
+    """One comm type of hcp's, or another's attention, on the sequence."""
 
     name: str
     cp: hcp.ContextParallelHandler
@@ -184,7 +192,13 @@ class Contestant:
     @property
     def used(self) -> str:
         """The comm type that keys travelled by."""
+        if self.name in one_sequence.PEERS:
+            return one_sequence.PEERS[self.name].like
         return shipped.comm_type_of(self.name) if self.run is None else self.run.schedule.comm_type
+
+    @property
+    def contiguous(self) -> bool:
+        return self.name in one_sequence.PEERS and one_sequence.PEERS[self.name].contiguous
 
 
 class Bench:
@@ -196,6 +210,7 @@ class Bench:
         heads, kv_heads = args.heads
         self.sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
         self.handler = hcp.get_cp_handler_cls(args.backend)
+        self.calls = Calls(device, self.sizes.dtype, self.handler.kernel_family)
         self.tokens, self.at = 0, "the start"
         self.groups: hcp.ProcessGroups | None = None
         dist.all_reduce(torch.zeros(1, device=device))
@@ -232,7 +247,7 @@ class Bench:
             self.groups = None
 
     def contestant(self, name: str, tokens: int) -> Contestant:
-        """``name``: a comm type of hcp, or one of ``shipped.TRANSFORMER_ENGINE``."""
+        """``name``: a comm type of hcp, or one of ``OTHERS``."""
         plan = hcp.plan(
             [tokens],
             ranks=self.ranks,
@@ -240,8 +255,11 @@ class Bench:
             min_degree=self.ranks,
             cost=self._cost,
         )
-        if name in shipped.TRANSFORMER_ENGINE:  # which exchanges rows itself
+        if name in OTHERS:  # which exchange rows themselves
             cp = self.handler(plan, 0, AtOnce(self.rank, self.ranks, self.device))
+            if name in one_sequence.PEERS:
+                made = one_sequence.attention_of(name, self.calls, self.args.backend)
+                return Contestant(name, cp, made)
             return Contestant(name, cp, shipped.attention_of(name, cp, self.args.backend))
         assert self.groups is not None
         types = [x for x in TYPES if x == name]
@@ -251,11 +269,21 @@ class Bench:
     def short(self, name: str) -> None:
         """Compare all rows of a short sequence with one rank's."""
         assert self.whole is not None
-        one = self.contestant(name, self.whole.lengths[0])
-        layer_of(name, self.whole, one.cp, one.attention)
+        one, (tokens,) = self.contestant(name, self.whole.lengths[0]), self.whole.lengths
+        rows = tokens // self.ranks
+        own = slice(self.rank * rows, (self.rank + 1) * rows) if one.contiguous else None
+        with self.region(one, tokens):
+            layer_of(name, self.whole, one.cp, one.attention, own)
 
-    def first_pass(self, one: Contestant, long: Long, inputs: Sequence[Tensor]) -> None:
-        """Run both passes once, under the sparse gradient. Note memory and error."""
+    def region(self, one: Contestant, tokens: int) -> AbstractContextManager[None]:
+        """Return the context that both passes run in."""
+        return one_sequence.region(one.name, tokens, self.ranks, self.device)
+
+    def first_pass(
+        self, one: Contestant, long: Long, inputs: Sequence[Tensor], beside: int = 0
+    ) -> None:
+        """Run both passes once, under the sparse gradient. Note memory and error. ``beside``: bytes
+        that are held for others."""
         self.at = one.name
         grad = long.drawn(GRAD, long.chunks)
         long.sparse(grad)
@@ -263,10 +291,12 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        out, grads = both(one.attention, inputs, grad)
+        with self.region(one, self.tokens):
+            out, grads = both(one.attention, inputs, grad)
         synchronize(self.device)
         if self.device.type == "cuda":
-            one.memory = slowest(torch.cuda.max_memory_allocated() / 2**30, self.device)
+            held = torch.cuda.max_memory_allocated() - beside
+            one.memory = slowest(held / 2**30, self.device)
         one.outside = self._taken_outside(one)
         if is_own(one):
             one.run = run_of(one.cp, one.name, self.sizes)
@@ -291,19 +321,23 @@ class Bench:
     def time_pass(self, one: Contestant, inputs: Sequence[Tensor], grad: Tensor) -> None:
         self.at = one.name
         step = partial(both, one.attention, inputs, grad)
-        one.seconds.append(slowest(timed(step, self.device), self.device))
+        with self.region(one, self.tokens):
+            one.seconds.append(slowest(timed(step, self.device), self.device))
 
     def rung(self, tokens: int, memory_gib: float | None) -> Contestant:
         """Check and time the contestant of --climb once at a length, in so much memory."""
         name = self.args.climb
         self.at, self.tokens = name, padded(tokens, self.ranks)
-        if name not in shipped.TRANSFORMER_ENGINE:
+        if name not in OTHERS:
             self.connect(self.tokens)
+        elif obstacle := obstacle_of(name, self.device, self.args, self.ranks, self.calls):
+            raise SystemExit(f"{name}: {obstacle}")
         if memory_gib is not None:
             limit_memory(self.device, memory_gib)
-        long = Long(self.tokens, self.rank, self.ranks, self.sizes)
-        inputs = inputs_of(long)
         one = self.contestant(name, self.tokens)
+        place = self.rank, self.ranks
+        long = Long(self.tokens, *place, self.sizes, contiguous=one.contiguous)
+        inputs = inputs_of(long)
         self.first_pass(one, long, inputs)
         self.time_pass(one, inputs, long.drawn(GRAD, long.chunks))
         return one
@@ -349,25 +383,25 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 def compare(bench: Bench) -> None:
     """Check all contestants, let them take turns, and print a row of each."""
     args = bench.args
-    names = [*args.types, *(name for name in args.te if is_here(bench, name))]
+    names = [*args.types, *(name for name in (*args.te, *args.peers) if is_here(bench, name))]
     tokens = bench.tokens = padded(args.tokens, bench.ranks)
     bench.connect(max(tokens, padded(args.check_tokens, bench.ranks)))
     print_head(bench)
     names = [name for name in names if tried(bench, name, partial(bench.short, name))]
     bench.whole = None
-    long = Long(tokens, bench.rank, bench.ranks, bench.sizes)
-    inputs = inputs_of(long)
+    laid = laid_out(bench, names, tokens)
     contestants = []
     for name in names:
         one = bench.contestant(name, tokens)
-        if tried(bench, name, partial(bench.first_pass, one, long, inputs)):
+        long, inputs, _ = laid[one.contiguous]
+        beside = sum(bytes_of(held) for way, held in laid.items() if way != one.contiguous)
+        if tried(bench, name, partial(bench.first_pass, one, long, inputs, beside)):
             contestants.append(one)
-    grad = long.drawn(GRAD, long.chunks)
     runs = {one.used: one.run for one in contestants if one.run is not None}
     bounds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.rounds):
         for one in contestants:
-            bench.time_pass(one, inputs, grad)
+            bench.time_pass(one, *laid[one.contiguous][1:])
         for name, run in runs.items():
             bounds[name].append(bound_of(bench, run))
     bench.tell(f"\n{HEAD}")
@@ -375,29 +409,51 @@ def compare(bench: Bench) -> None:
         print_row(bench, one, bounds.get(one.used))
 
 
+Laid = tuple[Long, list[Tensor], Tensor]
+"""A sequence, this rank's inputs, and its gradient of the output."""
+
+
+def laid_out(bench: Bench, names: Sequence[str], tokens: int) -> dict[bool, Laid]:
+    """Return the sequence by whether a rank's rows are contiguous, as far as somebody asks."""
+    peers = [one_sequence.PEERS.get(name) for name in names]
+    ways = sorted({peer is not None and peer.contiguous for peer in peers})
+    made = {}
+    for way in ways:
+        long = Long(tokens, bench.rank, bench.ranks, bench.sizes, contiguous=way)
+        made[way] = long, inputs_of(long), long.drawn(GRAD, long.chunks)
+    return made
+
+
+def bytes_of(laid: Laid) -> int:
+    return sum(x.numel() * x.itemsize for x in (*laid[1], laid[2]))
+
+
 def is_own(one: Contestant) -> bool:
     """Whether it is hcp's."""
-    return one.name not in shipped.TRANSFORMER_ENGINE
+    return one.name not in OTHERS
 
 
 def is_here(bench: Bench, name: str) -> bool:
-    """Whether Transformer Engine can run here. Tell why not."""
-    obstacle = obstacle_of(name, bench.device, bench.args, bench.ranks)
+    """Whether a contestant of others can run here. Tell why not."""
+    obstacle = obstacle_of(name, bench.device, bench.args, bench.ranks, bench.calls)
     if obstacle is not None:
         bench.tell(f"without {name}: {obstacle}")
     return obstacle is None
 
 
 def obstacle_of(
-    name: str, device: torch.device, args: argparse.Namespace, ranks: int
+    name: str, device: torch.device, args: argparse.Namespace, ranks: int, calls: Calls
 ) -> str | None:
-    """Return the reason why Transformer Engine cannot run here, or None."""
+    """Return the reason why a contestant of others cannot run here, or None."""
+    if name in one_sequence.PEERS:
+        heads, kv_heads = args.heads
+        return one_sequence.obstacle(name, device, (heads, kv_heads), ranks, calls)
     return shipped.obstacle(name, device) or shipped.heads_obstacle(name, args.heads, ranks)
 
 
 def tried(bench: Bench, name: str, step: Callable[[], object]) -> bool:
-    """Run a step. Where Transformer Engine fails, tell why and go on without it."""
-    if name not in shipped.TRANSFORMER_ENGINE:
+    """Run a step. Where another's fails, tell why and go on without it."""
+    if name not in OTHERS:
         step()
         return True
     failed = ""

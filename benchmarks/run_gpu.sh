@@ -8,7 +8,7 @@ set -uo pipefail
 folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1500}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-wanted=" ${*:-gate exchange cut million one kernels attention transformer_engine ladder} "
+wanted=" ${*:-gate exchange cut million states delta one kernels attention transformer_engine ladder} "
 gpus=$(nvidia-smi -L | wc -l)
 . tests/cuda/parts.sh
 
@@ -31,7 +31,9 @@ ranks gate 330 benchmarks/bench_megatron.py --te "${engines[@]}" "te p2p flash" 
   --hcp hcp "wave greedy"
 ranks exchange 45 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
-ranks million 250 benchmarks/bench_million.py
+ranks million 330 benchmarks/bench_million.py
+ranks states 120 benchmarks/bench_states.py
+ranks delta 120 benchmarks/bench_states.py --layer delta
 ranks one 170 benchmarks/bench_megatron.py --families one --tokens $((65536 * gpus)) --rounds 1 \
   --te "${engines[@]}" --hcp hcp --recompute --linear-loss --num-layers 16 --vocab-size 65536
 run kernels 90 python3 benchmarks/bench_attention_kernels.py
@@ -39,6 +41,7 @@ ranks attention 190 benchmarks/bench_attention.py --packs one halves many --tran
   --peers te_p2p te_all_gather te_a2a te_p2p_fa4 te_all_gather_fa4 te_a2a_fa4
 ranks transformer_engine 120 tests/cuda/check_transformer_engine.py
 run ladder 270 python3 benchmarks/bench_million.py --ladder --memory-gib 8 \
-  --tokens $((65536 * gpus)) --rung-seconds 30 --deadline 260 --types p2p a2a --te te_p2p te_a2a
+  --tokens $((65536 * gpus)) --rung-seconds 30 --deadline 260 --types p2p a2a --te te_p2p te_a2a \
+  --peers
 echo "$table"
 exit "$failed"

@@ -187,12 +187,23 @@ class Layer:
         return out.detach(), *torch.autograd.grad(out, self.inputs, self.grad)
 
 
-def layer_of(what: str, whole: Whole, cp: ContextParallelHandler, attention: Attention) -> Layer:
-    """Return a layer after a check of its output and gradients."""
-    *inputs, grad = whole.local(cp.layout, whole.inputs)
+def layer_of(
+    what: str,
+    whole: Whole,
+    cp: ContextParallelHandler,
+    attention: Attention,
+    own: slice | None = None,
+) -> Layer:
+    """Return a layer after a check of its output and gradients. ``own``: the rank's rows of the
+    pack; None: those of the handler's layout."""
+
+    def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return whole.local(cp.layout, tensors) if own is None else [x[own] for x in tensors]
+
+    *inputs, grad = (x.clone() for x in local(whole.inputs))
     layer = Layer(cp, attention, [x.requires_grad_() for x in inputs], grad)
     names = ("output", "queries' gradient", "keys' gradient", "values' gradient")
-    found, wanted = layer.both(), whole.local(cp.layout, whole.wanted)
+    found, wanted = layer.both(), local(whole.wanted)
     check(what, names, found, wanted, whole.largest, whole.sizes.dtype)
     return layer
 

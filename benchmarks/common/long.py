@@ -38,11 +38,14 @@ class Long:
     """A causal sequence in 2 * ranks equal chunks, of which each rank has one from the front and
     one from the back."""
 
-    def __init__(self, tokens: int, rank: int, ranks: int, sizes: Sizes) -> None:
-        """``tokens``: a multiple of 2 * ranks."""
+    def __init__(
+        self, tokens: int, rank: int, ranks: int, sizes: Sizes, *, contiguous: bool = False
+    ) -> None:
+        """``tokens``: a multiple of 2 * ranks. ``contiguous``: the rank's two chunks are
+        neighbours."""
         self.sizes, self.count = sizes, 2 * ranks
         self.rows = tokens // self.count
-        self.chunks = rank, self.count - 1 - rank
+        self.chunks = (2 * rank, 2 * rank + 1) if contiguous else (rank, self.count - 1 - rank)
         self.places = [
             chunk * self.rows + at
             for chunk in range(self.count)

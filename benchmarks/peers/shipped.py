@@ -95,10 +95,10 @@ def attention_of(name: str, cp: hcp.ContextParallelHandler, backend: str) -> Att
         return _of_templated_ring(len(cp.layout.lengths))
     if name in TRANSFORMER_ENGINE:
         return _of_transformer_engine(name, cp)
-    return _of_torch(backend) if name == "context_parallel" else _of_ring_flash_attn(cp)
+    return of_torch(backend) if name == "context_parallel" else _of_ring_flash_attn(cp)
 
 
-def _of_torch(backend: str) -> Attention:
+def of_torch(backend: str) -> Attention:
     kernel = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
