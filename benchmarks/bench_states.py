@@ -56,6 +56,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hcp
+from hcp._words import ScanType
 from hcp.exchange.sizes import ROUND_BYTES
 from hcp.exchange.states import StatePasses
 from hcp.integrations.recurrent import (
@@ -80,7 +81,10 @@ DEFAULTS = {
     "transport": ("torch", "auto"),
 }
 """On a CPU, on GPUs."""
-WHOLE, STATES, HEADS, FLA = "whole", "pass_states", "sequence_to_head", "fla"
+WHOLE, FLA = "whole", "fla"
+STATES: ScanType = "pass_states"
+HEADS: ScanType = "sequence_to_head"
+WAYS: tuple[ScanType, ...] = (STATES, HEADS)
 MIB = 2**20
 
 
@@ -174,7 +178,7 @@ class Layer:
         self.cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         self.by = {
             way: hcp.ContextParallelHandler(plan, 0, groups.transport, scan_type=way)
-            for way in (STATES, HEADS)
+            for way in WAYS
         }
         self.functions: dict[str, Callable[..., Tensor]] = {
             WHOLE: self.whole,
@@ -285,7 +289,7 @@ class Layer:
         """What "auto" goes by."""
         sizes = self.row_bytes, self.state_bytes, self.row_work, ROUND_BYTES, self.exchanges
         costs = self.cp.plan.core.scan_price(0, self.rank, *sizes)
-        return dict(zip((STATES, HEADS), costs, strict=True))
+        return dict(zip(WAYS, costs, strict=True))
 
     def choice(self) -> str:
         return self.cp.scan.choose(
@@ -335,10 +339,11 @@ class Mamba(Layer):
         return self._sequences(self.args.lengths, *inputs)
 
     def by_states(self, *inputs: Tensor) -> Tensor:
-        x, logs, _, c = inputs
+        x, logs, b, c = inputs
 
         def spans_of(spans: list[slice]) -> tuple[Tensor, Tensor]:
-            scans = [scan(*(y[span] for y in inputs), self.args.chunk) for span in spans]
+            chunk = self.args.chunk
+            scans = [scan(x[span], logs[span], b[span], c[span], chunk) for span in spans]
             outs, states = zip(*scans, strict=True)
             return torch.cat(outs), torch.stack(states)
 
@@ -353,8 +358,9 @@ class Mamba(Layer):
         return self.cp.whole.head_to_sequence(out.to(self.dtype), self.args.heads)
 
     def _sequences(self, lengths: Sequence[int], *inputs: Tensor) -> Tensor:
-        spans = zip(*(torch.split(y, list(lengths)) for y in inputs), strict=True)
-        return torch.cat([scan(*span, self.args.chunk)[0] for span in spans])
+        parts = zip(*(torch.split(y, list(lengths)) for y in inputs), strict=True)
+        chunk = self.args.chunk
+        return torch.cat([scan(x, logs, b, c, chunk)[0] for x, logs, b, c in parts])
 
     @property
     def row_bytes(self) -> int:
@@ -423,7 +429,9 @@ class Delta(Layer):
     def by_heads(self, *inputs: Tensor) -> Tensor:
         return self._by(HEADS, *inputs)
 
-    def _by(self, way: str, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor) -> Tensor:
+    def _by(
+        self, way: ScanType, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor
+    ) -> Tensor:
         named = dict(zip(("g", "beta"), gates, strict=True))
         return delta_rule(self.by[way], self.rule, query, key, value, named)
 

@@ -36,6 +36,7 @@ typedef struct builder {
   hcp__view view;
   int32_t inner; /* neighbours that exchange heads, 1: none           */
   int32_t lane;  /* this rank among the neighbours that have its place */
+  int32_t in_place; /* 1: rows are read where their owners hold them   */
   int64_t stage_tokens;
   hcp__lists lists;
   hcp__seen seen, of_node; /* scratch: what a reader sees, and what its node does           */
@@ -656,8 +657,8 @@ static void append_stage(builder *b, const stage *x) {
   hcp__end_stage(&b->lists, sent, received, keys, relayed);
 }
 
-/* With masks: one owner a stage, or the owners of one node, so many before this rank's, while the
- * one as far after it reads here. */
+/* With masks, or where rows are read in place: one owner a stage, or the owners of one node, so
+ * many before this rank's, while the one as far after it reads here. */
 static void p2p_stages(builder *b) {
   const hcp__view *v = &b->view;
   int32_t each = v->nodes > 1 ? v->seats : 1, units = v->degree / each, own = v->j / each;
@@ -788,7 +789,7 @@ static void stages(builder *b, hcp_comm_type comm_type) {
     relay_returns(b);
     if (comm_type == HCP_COMM_ALL_GATHER)
       all_gather_stages(b);
-    else if (has_masks(b))
+    else if (has_masks(b) || b->in_place) /* nobody passes on what only the next ranks see */
       p2p_stages(b);
     else
       ring_stages(b);
@@ -895,8 +896,8 @@ static hcp_status masks_of(const hcp_plan *plan, const hcp_mask *mask, hcp_comm_
 
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_tokens, int32_t by_nodes, hcp_table **schedule,
-                               hcp_error *err) {
+                               int64_t stage_tokens, int32_t by_nodes, int32_t in_place,
+                               hcp_table **schedule, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status != HCP_OK) return status;
   if (hcp_comm_type_name(comm_type) == NULL)
@@ -905,7 +906,7 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
   if (stage_tokens < 1)
     return hcp__fail(err, HCP_INVALID, "stage_tokens is %lld, expected >= 1",
                      (long long)stage_tokens);
-  builder b = {.stage_tokens = stage_tokens};
+  builder b = {.stage_tokens = stage_tokens, .in_place = in_place};
   b.view.lists = &b.lists;
   b.view.plan = plan;
   b.view.group = hcp__group_of(plan, micro_batch, rank);

@@ -329,7 +329,7 @@ static void add_chunks(hcp__view *v, int32_t s, const need tokens, hcp__seen *se
 void hcp__find_keys(hcp__view *v, int32_t s, int32_t begin, int32_t end, hcp__seen *seen) {
   seen->count = 0;
   if (v->lists->failed) return;
-  if (v->masks == NULL) {
+  if (v->masks == NULL && end - begin == v->degree) { /* chunks say who has what */
     need needed[2];
     const need *needs;
     int64_t count = needs_of(v, s, v->j, needed, &needs);

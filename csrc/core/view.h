@@ -89,8 +89,8 @@ void hcp__find_tokens(hcp__view *v, int32_t s, int32_t owner, int32_t reader, hc
 void hcp__join_rows(hcp__seen *seen);
 /* Of one owner, joined in a plan without masks. Returns how many rows. */
 int64_t hcp__find_rows(hcp__view *v, int32_t s, int32_t owner, int32_t reader, hcp__seen *seen);
-/* What this rank sees of the places from begin on up to end, but for itself: of all of them in a
- * plan without masks, whose records are parts of chunks. */
+/* What this rank sees of the places from begin on up to end, but for itself. Of all places without
+ * masks, records are parts of chunks. */
 void hcp__find_keys(hcp__view *v, int32_t s, int32_t begin, int32_t end, hcp__seen *seen);
 
 int64_t hcp__count_rows(const hcp__seen *seen);

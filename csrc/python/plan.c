@@ -521,7 +521,7 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
     return NULL;
   HCP_PY_WITHOUT_GIL(self, status,
                      hcp_schedule_create(plan, micro_batch, rank, comm_type, inner, &mask,
-                                         stage_tokens, by_nodes, &table, &err));
+                                         stage_tokens, by_nodes, in_place, &table, &err));
   if (status != HCP_OK) return hcp_py_raise(&err);
   header.micro_batch = micro_batch;
   header.rank = rank;

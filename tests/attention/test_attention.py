@@ -28,6 +28,7 @@ import hcp
 import hcp.exchange.tables
 from hcp.attention import kernel_calls, key_transfer
 from hcp.attention import layer as attend
+from hcp.exchange.tables import Schedule, ScheduleHeader, schedule_words
 
 TYPES = hcp.COMM_TYPES
 MASKS = {"causal": True, "full": False}
@@ -151,8 +152,7 @@ def test_keys_that_come_in_several_stages_equal_one_rank(causal: bool, sharing: 
     case = replace(case, causal=causal, sharing=sharing, sinks=True, lse=True)
     with staged_by(case.stage_tokens):
         stages = [
-            len(hcp.exchange.tables.Schedule(words_of(case.plan(), rank, case.comm_type)).stages)
-            for rank in range(4)
+            len(Schedule(words_of(case.plan(), rank, case.comm_type)).stages) for rank in range(4)
         ]
     assert stages == [4] * 4  # the local one and three
     assert loopback_error(case) <= 1e-10
@@ -162,7 +162,7 @@ def test_keys_that_come_in_several_stages_equal_one_rank(causal: bool, sharing: 
 def words_of(
     plan: hcp.Plan, rank: int, comm_type: str, window: tuple[int, int] = (-1, 0)
 ) -> torch.Tensor:
-    return hcp.exchange.tables.schedule_words(
+    return schedule_words(
         plan, hcp.exchange.tables.ScheduleHeader(rank=rank), comm_type, window_size=window
     )
 
@@ -518,6 +518,30 @@ def test_causal_all_gather_sends_three_quarters_of_the_ring(degree: int) -> None
     assert gathered.busiest == ring.busiest
 
 
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0)], ids=str)
+def test_where_owners_hold_keys_a_ring_reads_what_is_seen(
+    degree: int, window: tuple[int, int]
+) -> None:
+    """As many rows as all_gather, one owner a stage."""
+    plan = hcp.plan([16 * degree], ranks=degree, max_tokens_per_rank=16, min_degree=degree)
+
+    def rows_of(comm_type: str, in_place: int) -> list[list[int]]:
+        headers = [ScheduleHeader(rank=rank, in_place=in_place) for rank in range(degree)]
+        made = [
+            Schedule(schedule_words(plan, header, comm_type, window_size=window))
+            for header in headers
+        ]
+        return [[stage.key_rows for stage in schedule.stages[1:]] for schedule in made]
+
+    sent, read, gathered = rows_of("p2p", 0), rows_of("p2p", 1), rows_of("all_gather", 1)
+    assert [len(rows) for rows in read] == [degree - 1] * degree
+    assert [sum(rows) for rows in read] == [sum(rows) for rows in gathered]
+    if window == (-1, 0):
+        assert 4 * sum(map(sum, read)) == 3 * sum(map(sum, sent))
+        assert max(map(sum, read)) == max(map(sum, sent))
+
+
 @settings(max_examples=30)
 @given(st.integers(2, 8), st.lists(st.integers(1, 90), min_size=1, max_size=4))
 def test_causal_all_gather_never_sends_more_than_the_ring(degree: int, lengths: list[int]) -> None:
@@ -571,7 +595,7 @@ def test_a_hierarchy_exchanges_heads_within_and_passes_keys_between(inner: int, 
 def test_a_ring_computes_nothing_that_a_window_hides() -> None:
     plan = hcp.plan([64], ranks=4, max_tokens_per_rank=64, min_degree=4)
     words = words_of(plan, 0, "p2p", window=(4, 0))
-    stages = hcp.exchange.tables.Schedule(words).stages
+    stages = Schedule(words).stages
     # Rank 0 holds tokens 0-7 and 56-63: the latter see tokens 52-55, of rank 1.
     assert [[e[:4] for e in stage.entries] for stage in stages[1:]] == [[], [], [(8, 4, 12, 4)]]
 

@@ -125,7 +125,7 @@ static hcp_table *draw_schedule(const hcp_plan *plan) {
   int32_t m = draw(0, plan->micro_batch_count - 1), rank = draw(0, plan->limits.ranks - 1);
   hcp_comm_type type = (hcp_comm_type)draw(0, HCP_COMM_A2A);
   hcp_mask mask = {left, right, -1};
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, 1, &mask, 64, 0, &schedule, NULL), HCP_OK);
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, 1, &mask, 64, 0, 0, &schedule, NULL), HCP_OK);
   hcp_schedule_header header = {.rank = rank, .mask = -1, .head_chunks = 1, .in_place = draw(0, 1)};
   hcp_schedule_set_header(schedule, &header);
   return schedule;

@@ -115,7 +115,8 @@ static void group_computes_all_pairs(const hcp_plan *plan, int32_t m, const hcp_
     hcp_layout *layout = NULL;
     int64_t paddings = 0;
     CHECK_INT(hcp_layout_create(plan, m, rank, &layout, NULL), HCP_OK);
-    CHECK_INT(hcp_schedule_create(plan, m, rank, type, 1, &window, 64, 0, &schedule, NULL), HCP_OK);
+    CHECK_INT(hcp_schedule_create(plan, m, rank, type, 1, &window, 64, 0, 0, &schedule, NULL),
+              HCP_OK);
     for (int32_t j = 0; j < layout->degree; j++)
       if (type == HCP_COMM_A2A || j == rank - layout->first_rank)
         paddings += layout->paddings[j] * layout->paddings[j];
@@ -213,11 +214,11 @@ static void bad_masks_are_refused(void) {
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_OK);
   CHECK_INT(hcp_plan_set_masks(plan, &masks, 1, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "the plan has 1 masks already, expected none");
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &mask, 1, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &mask, 1, 0, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "mask.index is 1, expected 0 to 0");
   mask.index = 0;
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 2, &mask, 1, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 2, &mask, 1, 0, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "comm_type is 'a2a+p2p' in a plan with masks, expected 'all_gather'");
   hcp_plan_destroy(plan);

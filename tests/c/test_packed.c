@@ -277,9 +277,9 @@ static void words_say_what_they_are_or_are_refused(void) {
       hcp_schedule_sizes sizes;
       hcp_table *schedule;
       hcp_mask mask = {rank % 2 ? -1 : 5, 0, -1};
-      CHECK_INT(
-          hcp_schedule_create(plan, 0, rank, HCP_COMM_ALL_GATHER, 1, &mask, 64, 0, &schedule, NULL),
-          HCP_OK);
+      CHECK_INT(hcp_schedule_create(plan, 0, rank, HCP_COMM_ALL_GATHER, 1, &mask, 64, 0, 0,
+                                    &schedule, NULL),
+                HCP_OK);
       hcp_schedule_set_header(schedule, &set);
       CHECK_INT(
           hcp_schedule_read(schedule->words, schedule->word_count, found, &header, &sizes, NULL),

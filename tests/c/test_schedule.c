@@ -29,7 +29,7 @@ enum { SENT_ROWS = RELAY_RECEIVES + 1, RECEIVED_ROWS, KEY_ROWS, RELAYED_ROWS, ST
 static rank_state ranks[RANKS];
 static int32_t rank_count;
 static int64_t stage_tokens;
-static int32_t by_nodes;
+static int32_t by_nodes, in_place;
 static char met[TOKENS][512]; /* met[query token][key's place in its sequence] */
 
 static int32_t token(int32_t sequence, int64_t place) { return sequence * 512 + (int32_t)place; }
@@ -49,7 +49,7 @@ static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_ty
   int32_t inner = wish;
   CHECK_INT(hcp_layout_create(plan, m, rank, &r->layout, NULL), HCP_OK);
   while (r->layout->degree % inner != 0) inner--;
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_tokens, by_nodes,
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_tokens, by_nodes, in_place,
                                 &r->schedule, NULL),
             HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
@@ -342,9 +342,17 @@ static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask
   return queries;
 }
 
-/* As many stages as the group's other ranks, and no row twice. */
+/* No row that the rank does not see, and none twice. */
+static void check_reads(const rank_state *r) {
+  int64_t fetched = 0;
+  for (int64_t stage = 1; stage < records(r->schedule, HCP_SCHEDULE_STAGES); stage++)
+    fetched += stage_of(r, stage)[KEY_ROWS];
+  CHECK_INT(fetched, section(r->schedule, HCP_SCHEDULE_SIZES)[1]);
+}
+
+/* As many stages as the group's other ranks. */
 static void check_stages(const rank_state *r) {
-  int64_t stages = records(r->schedule, HCP_SCHEDULE_STAGES), fetched = 0, tokens = 0;
+  int64_t stages = records(r->schedule, HCP_SCHEDULE_STAGES), tokens = 0;
   for (int32_t s = 0; s < r->layout->sequence_count; s++) tokens += r->layout->lengths[s];
   if (r->layout->degree > 1) {
     CHECK_INT(stages, records(ranks[r->layout->first_rank].schedule, HCP_SCHEDULE_STAGES));
@@ -352,8 +360,6 @@ static void check_stages(const rank_state *r) {
     CHECK(stages == 2 || (stages - 1) * stage_tokens <= tokens);
     CHECK(stages <= 1 + r->layout->sequence_count);
   }
-  for (int64_t stage = 1; stage < stages; stage++) fetched += stage_of(r, stage)[KEY_ROWS];
-  CHECK_INT(fetched, section(r->schedule, HCP_SCHEDULE_SIZES)[1]);
 }
 
 static void check_sums(rank_state *r, const hcp_mask *mask) {
@@ -462,6 +468,8 @@ static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wis
   meet_all(type, mask);
   check_meetings(mask);
   for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++) check_stages(&ranks[k]);
+  for (int32_t k = 0; k < rank_count && (in_place || type == HCP_COMM_ALL_GATHER); k++)
+    check_reads(&ranks[k]);
   bring_home();
   if (plan->limits.ranks_per_node > 0) check_borders(plan, type, mask);
   for (int32_t k = 0; k < rank_count; k++) {
@@ -487,8 +495,10 @@ static void every_query_meets_every_key_it_sees_once(void) {
       for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
         hcp_mask mask = draw_mask();
         stage_tokens = draw(0, 1) ? draw(1, 9) : draw(10, 300);
+        in_place = draw(0, 1);
         run(plan, m, (hcp_comm_type)type, draw(1, RANKS), &mask);
       }
+    in_place = 0;
     hcp_plan_destroy(plan);
   }
 }
@@ -541,7 +551,7 @@ static void neighbours_hold_what_a_rank_of_a_smaller_group_does(void) {
                 HCP_OK);
       for (int32_t k = 0; k < ranks_of; k++)
         CHECK_INT(hcp_schedule_create(plan, 0, k, which == 0 ? HCP_COMM_A2A_P2P : HCP_COMM_P2P,
-                                      inner, &mask, 1, 0, &tables[which][k], NULL),
+                                      inner, &mask, 1, 0, 0, &tables[which][k], NULL),
                   HCP_OK);
       hcp_plan_destroy(plan);
     }
@@ -571,8 +581,8 @@ static void check_cut(const int64_t *lengths, int32_t n, hcp_mask mask, int64_t 
   CHECK_INT(hcp_plan_create_from(lengths, n, &limits, &(hcp_cost){.pair = 1},
                                  &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
             HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, 0, 1, HCP_COMM_ALL_GATHER, 1, &mask, least_rows, 0, &schedule,
-                                NULL),
+  CHECK_INT(hcp_schedule_create(plan, 0, 1, HCP_COMM_ALL_GATHER, 1, &mask, least_rows, 0, 0,
+                                &schedule, NULL),
             HCP_OK);
   CHECK_INT(records(schedule, HCP_SCHEDULE_STAGES), stages);
   for (int32_t i = 0; i < stages && i < records(schedule, HCP_SCHEDULE_STAGES); i++)
@@ -621,17 +631,18 @@ static void bad_requests_are_refused(void) {
   CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, NULL, &plan,
                             NULL),
             HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, 0, &schedule, &err),
-            HCP_INVALID);
+  CHECK_INT(
+      hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, 0, 0, &schedule, &err),
+      HCP_INVALID);
   CHECK_TEXT(err.message, "comm_type is 4, expected 0 to 3");
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 3, &causal, 1, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 3, &causal, 1, 0, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "inner is 3, expected a divisor of the group's degree, 2");
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 0, &causal, 1, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 0, &causal, 1, 0, 0, &schedule, &err),
             HCP_INVALID);
-  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &causal, 1, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &causal, 1, 0, 0, &schedule, &err),
             HCP_INVALID);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, 0, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "stage_tokens is 0, expected >= 1");
   CHECK(schedule == NULL);

@@ -1185,11 +1185,14 @@ enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
  *
  * In a plan with masks, entries are the parts of slices that lie here; a query may have
  * none. P2P sends to one rank a stage, and like ALL_GATHER just the rows that are seen
- * there. HCP_INVALID for A2A_P2P. */
+ * there. HCP_INVALID for A2A_P2P.
+ *
+ * in_place: whether ranks read key rows where their owners hold them. Then P2P and A2A_P2P, too,
+ * have just the rows that are seen, which nobody passes on, of one owner a stage. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_tokens, int32_t by_nodes, hcp_table **schedule,
-                               hcp_error *err);
+                               int64_t stage_tokens, int32_t by_nodes, int32_t in_place,
+                               hcp_table **schedule, hcp_error *err);
 
 /* ---- 8. Launches -------------------------------------------------------- */
 
