@@ -11,7 +11,9 @@ Each runs as its authors' documents say, over the kernel of all contestants wher
     deepspeed_ulysses      DistributedAttention of deepspeed
     fast_ulysses           all_to_all_4d of fast-ulysses around the kernel
 
-Ring means that keys go around; Ulysses, that rows are exchanged for heads.
+ring-flash-attn is right in bfloat16 and float16 alone: for float32 its sum of queries' gradients is
+the buffer that the next step writes. Ring means that keys go around; Ulysses, that rows are
+exchanged for heads.
 """
 
 from __future__ import annotations
@@ -54,9 +56,7 @@ PEERS = {
     ),
     "torch_allgather": Peer("torch", shipped.MODULES["context_parallel"], "all_gather"),
     "torch_alltoall": Peer("torch", shipped.MODULES["context_parallel"], "p2p"),
-    "deepspeed_ulysses": Peer(
-        "deepspeed", "deepspeed.sequence.layer", "a2a", contiguous=True, on_cpu=True
-    ),
+    "deepspeed_ulysses": Peer("deepspeed", "deepspeed.sequence.layer", "a2a", contiguous=True),
     "fast_ulysses": Peer("fast-ulysses", "fast_ulysses", "a2a", contiguous=True),
 }
 ROTATES = "torch.distributed.tensor.experimental._attention"
@@ -67,10 +67,10 @@ def obstacle(
 ) -> str | None:
     """Return the reason why this peer cannot run here, or None."""
     peer = PEERS[name]
-    if device.type != "cuda" and not peer.on_cpu:
-        return "for cuda alone"
     if peer.like == "a2a" and any(n % ranks for n in heads):
         return f"heads are {heads[0]}:{heads[1]}, expected multiples of the {ranks} ranks"
+    if device.type != "cuda" and not peer.on_cpu:
+        return "for cuda alone"
     if name == "ring_flash_attn":
         as_flash_attn(calls)
         _without_adapters()
