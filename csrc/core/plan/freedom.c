@@ -3,8 +3,9 @@
  * A plan of a stricter request is a plan of this one. With fewer choices a search may end with a
  * better one, so requests with fewer degrees, less memory or the other sync are searched too, in
  * fewer attempts, while the best plan is above its bound by more than is worth a search. What is
- * best is then improved by small steps. Every degree alone is searched as a request of its own
- * would be: no plan is slower than that of one degree. */
+ * best is then improved by small steps. Ranks that do not wait have the whole plan of those that do
+ * as a candidate, where their own is far from its bound. Every degree alone is searched as a
+ * request of its own would be: no plan is slower than that of one degree. */
 #include "plan.h"
 
 /* Sequences times ranks up to which every degree is searched alone, and from which no other request
@@ -124,6 +125,9 @@ static hcp_status keep_better(best *b, const hcp__problem *strict, int32_t whole
     status = whole ? plan_at(strict, b->effort, &draft, &makespan, err)
                    : search_lean(b, strict, &draft, &makespan, err);
   if (status == HCP_OK && whole) status = hcp__makespan(&draft, b->p, &makespan, err);
+  if (status == HCP_OK && whole && strict->limits->sync != b->p->limits->sync &&
+      makespan - b->makespan < b->makespan >> CLOSE)
+    status = polish(b->p, b->effort, FREE_SHARE, 1, &draft, &makespan, err);
   if (status == HCP_OK && makespan < b->makespan) {
     swap(&draft, b->draft);
     b->makespan = makespan;
@@ -140,6 +144,12 @@ hcp_status hcp__stricter(const hcp__problem *p, const hcp_limits *limits, hcp__p
   if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
   if (status == HCP_OK) strict->stop = p->stop;
   return HCP_OK;
+}
+
+hcp_status hcp__none_of_another(hcp_status status, const hcp_error *failed, hcp_error *err) {
+  if (status == HCP_OK || status == HCP_OVERFLOW) return HCP_OK;
+  *err = *failed;
+  return status;
 }
 
 static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, hcp_error *err) {
@@ -289,6 +299,21 @@ static hcp_status try_stricter(best *b, hcp_error *err) {
   return status == HCP_OK ? try_step(b, err) : status;
 }
 
+/* ---- the other sync ---- */
+
+/* What the request would get if its ranks waited, improved as if they do not: a plan that is far
+ * from its bound is no slower. */
+static hcp_status try_waiting(best *b, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  hcp_error failed = {0};
+  if (limits.sync == HCP_SYNC_MICRO_BATCH || limits.min_degree == limits.max_degree ||
+      is_near(b, FAR) || is_small(b->p) || (int64_t)b->p->n * limits.ranks > LARGE)
+    return HCP_OK;
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  hcp_status status = try_limits(b, &limits, 1, &failed);
+  return hcp__none_of_another(status, &failed, err);
+}
+
 /* ---- all of it ---- */
 
 static int32_t share_of(const hcp__problem *p) {
@@ -319,6 +344,7 @@ static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *dra
     if (status == HCP_OK) status = try_degrees(&b, err);
   }
   if (status == HCP_OK) status = polish_best(&b, err);
+  if (status == HCP_OK) status = try_waiting(&b, err);
   *makespan = b.makespan;
   return status;
 }

@@ -7,7 +7,8 @@
  * work could be cut at will; waves of the most promising ones are then planned.
  * So are some without shapes: that of one stage, and those of stricter requests. The best
  * plans of several counts are the finalists: small steps improve them and their orders
- * (waves_polish.c), and the best of them once more. */
+ * (waves_polish.c), and the best of them once more. Ranks that do not wait for each other have two
+ * more candidates: the plan of one stage by small steps of its own, and that of ranks that wait. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -311,6 +312,40 @@ static hcp_status improve_finalists(search *s, hcp__draft *best, int64_t *makesp
   return status;
 }
 
+/* The best plan of one stage, whose small steps know that ranks do not wait: the only finalist. */
+static hcp_status begin_with(search *s, hcp__problem *one, hcp_error *err) {
+  for (int32_t i = 0; i < FINALISTS; i++) s->makespans[i] = INT64_MAX;
+  hcp_status status = hcp__bound(one, err);
+  if (status == HCP_OK) status = hcp__plan_best(one, 1, &s->found, err);
+  return status == HCP_OK ? keep(s, VISITS, err) : status;
+}
+
+/* In as many groups as there are micro-batches at least, so that each may have some ranks alone. */
+static hcp_status try_one_stage(search *s, hcp__draft *best, int64_t *makespan, hcp_error *err) {
+  hcp_limits limits = *s->p->limits;
+  int32_t alone = limits.ranks - hcp__multiple(&limits.pipeline) + 1, exists;
+  hcp__problem one;
+  hcp_error failed = {0};
+  if ((int64_t)s->p->n * limits.ranks > LARGE || limits.sync == HCP_SYNC_MICRO_BATCH ||
+      limits.min_degree == limits.max_degree)
+    return HCP_OK;
+  if (limits.max_degree > alone && alone >= limits.min_degree) limits.max_degree = alone;
+  limits.pipeline = (hcp_pipeline){0};
+  hcp_status status = hcp__stricter(s->p, &limits, &one, &exists, err);
+  if (status != HCP_OK || !exists) return status;
+  status = begin_with(s, &one, &failed);
+  hcp__problem_release(&one);
+  if (status != HCP_OK) return hcp__none_of_another(status, &failed, err);
+  int32_t i = best_of(s);
+  if (s->makespans[i] - *makespan > *makespan >> HOPELESS) return HCP_OK;
+  status = order(s, &s->finalists[i], i, VISITS_NEAR, err);
+  if (status == HCP_OK) status = polish(s, i, FINALIST_SHARE, 1, err);
+  if (status != HCP_OK || s->makespans[i] >= *makespan) return status;
+  *makespan = s->makespans[i];
+  swap(&s->finalists[i], best);
+  return HCP_OK;
+}
+
 static int64_t longest_of(const hcp__problem *p) {
   int64_t longest = 0;
   for (int32_t k = 0; k < p->kind_count; k++) {
@@ -327,7 +362,8 @@ static hcp_status try_all(search *s, hcp__draft *best, int64_t *makespan, hcp_er
   hcp_status status = keep(s, VISITS, err); /* what the search found */
   if (status == HCP_OK) status = try_all_stricter(s, err);
   if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
-  return status == HCP_OK ? improve_finalists(s, best, makespan, err) : status;
+  if (status == HCP_OK) status = improve_finalists(s, best, makespan, err);
+  return status == HCP_OK ? try_one_stage(s, best, makespan, err) : status;
 }
 
 static hcp_status search_init(search *s, hcp_error *err) {
@@ -369,6 +405,52 @@ static hcp_status plan_once(const hcp__problem *p, int32_t effort, hcp__draft *d
   return status;
 }
 
+static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                          int64_t *makespan, hcp_error *err);
+
+/* The plan of the waiting problem, ordered by the clock of p: the better of it and *best. */
+static hcp_status keep_waiting(const hcp__problem *p, hcp__problem *waiting, int32_t effort,
+                               hcp__draft *best, int64_t *makespan, hcp_error *err) {
+  hcp__draft found, ordered = {0};
+  int64_t time;
+  hcp_status status = hcp__draft_init(&found, p->n, err);
+  if (status == HCP_OK) status = hcp__draft_init_for(&ordered, p, err);
+  if (status == HCP_OK) status = hcp__bound(waiting, err);
+  if (status == HCP_OK) status = plan_at(waiting, effort, &found, &time, err);
+  if (status == HCP_OK)
+    status = hcp__draft_order(&found, p, (int64_t)VISITS_NEAR * effort, &ordered, &time, err);
+  if (status == HCP_OK && time < *makespan) {
+    *makespan = time;
+    swap(&ordered, best);
+  }
+  hcp__draft_release(&ordered);
+  hcp__draft_release(&found);
+  return status;
+}
+
+/* What the request would get if its ranks waited: no plan of ranks that do not is slower. */
+static hcp_status try_waiting(const hcp__problem *p, int32_t effort, hcp__draft *best,
+                              int64_t *makespan, hcp_error *err) {
+  hcp_limits limits = *p->limits;
+  hcp__problem waiting;
+  hcp_error failed = {0};
+  int32_t exists;
+  if (limits.sync == HCP_SYNC_MICRO_BATCH || (int64_t)p->n * limits.ranks > LARGE) return HCP_OK;
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  hcp_status status = hcp__stricter(p, &limits, &waiting, &exists, err);
+  if (status != HCP_OK || !exists) return status;
+  status = keep_waiting(p, &waiting, effort, best, makespan, &failed);
+  hcp__problem_release(&waiting);
+  return hcp__none_of_another(status, &failed, err);
+}
+
+static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                          int64_t *makespan, hcp_error *err) {
+  hcp_status status = hcp__plan_search(p, effort, 0, draft, err);
+  if (status == HCP_OK) status = plan_once(p, effort, draft, makespan, err);
+  return status == HCP_OK ? try_waiting(p, effort, draft, makespan, err) : status;
+}
+
 /* Doubled, so that more effort tries what less does. */
 hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft *best,
                               hcp_error *err) {
@@ -377,8 +459,7 @@ hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft 
   for (int32_t e = 1; e <= effort && p->n > 0 && status == HCP_OK; e *= 2) {
     hcp__draft draft;
     status = hcp__draft_init(&draft, p->n, err);
-    if (status == HCP_OK) status = hcp__plan_search(p, e, 0, &draft, err);
-    if (status == HCP_OK) status = plan_once(p, e, &draft, &makespan, err);
+    if (status == HCP_OK) status = plan_at(p, e, &draft, &makespan, err);
     if (status == HCP_OK && makespan < least) {
       least = makespan;
       swap(&draft, best);

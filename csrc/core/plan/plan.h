@@ -360,6 +360,9 @@ hcp_status hcp__plan_best(const hcp__problem *problem, int32_t effort, hcp__draf
 hcp_status hcp__stricter(const hcp__problem *problem, const hcp_limits *limits,
                          hcp__problem *strict, int32_t *exists, hcp_error *err);
 
+/* What came of another request: that its times do not fit in 63 bits is no error of this one. */
+hcp_status hcp__none_of_another(hcp_status status, const hcp_error *failed, hcp_error *err);
+
 /* Attempts, of which the best is kept. */
 typedef struct hcp__search {
   const hcp__problem *p;
