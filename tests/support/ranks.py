@@ -54,6 +54,14 @@ MAX_POOLS = 3
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "hcp"]
 """Modules that the server imports; torch imports torch._dynamo at an optimizer's first step."""
 
+OF_TRAINERS = (
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "transformers.trainer",
+)
+"""What it imports too where a file of the tests is about that package: seconds for each rank."""
+
 _context = multiprocessing.get_context("forkserver")
 _pools: dict[int, _Pool] = {}
 
@@ -170,7 +178,8 @@ def _start_server() -> None:
     kept = dict(os.environ)
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
     try:
-        _context.set_forkserver_preload(PRELOADED)
+        known = [name for name in OF_TRAINERS if name.partition(".")[0] in sys.modules]
+        _context.set_forkserver_preload([*PRELOADED, *known])
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -307,21 +316,33 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int, folder:
             number, case = pipe.recv()
         except (EOFError, OSError):
             return
+        _leave_groups()
         pipe.send(_answer(rank, size, dist.PrefixStore(f"case-{number}", store), case))
+
+
+_idle_threads = 0
+"""Threads that this rank had after all groups of a case were gone."""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _leave_groups() -> None:
     """Destroy the groups of the last case, whose threads wake hundreds of times a second."""
     import torch.distributed as dist
 
+    global _idle_threads
     megatron = sys.modules.get("megatron.core.parallel_state")
     if dist.is_initialized():
         if megatron is not None:  # its globals hold groups
             megatron.destroy_model_parallel()
         dist.destroy_process_group()
-        # Groups in reference cycles keep their threads, and frozen ones would keep them for good.
-        gc.unfreeze()
-        gc.collect()
+        gc.collect()  # groups in reference cycles
+        if _threads() > _idle_threads:  # in those of frozen objects, too, among all modules
+            gc.unfreeze()
+            gc.collect()
+            _idle_threads = _threads()
 
 
 def _answer(rank: int, size: int, store: Any, case: _Case) -> tuple[bool, Any]:
@@ -337,7 +358,6 @@ def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
     import torch.distributed as dist
 
     function, args = pickle.loads(case.call)
-    _leave_groups()
     # What is there is modules: frozen, they cost no collection and no search of hcp.audit anything.
     gc.freeze()
     dist.init_process_group(
