@@ -9,6 +9,9 @@ TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 ARGS    ?=
+# Tests start hundreds of processes: what they import is compiled once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
+
 # Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1,
 # and from then on, since all environments of this tree share its libraries.
 NOTE    := hcp/_built_from.txt
