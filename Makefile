@@ -9,6 +9,7 @@ TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 ARGS    ?=
+
 # Tests start hundreds of processes: what they import is compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE =
 
