@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-import torch
-
 from hcp._ranges import ranged
 from hcp._words import Sync
 from hcp.groups.process_groups import ProcessGroups
@@ -31,7 +29,7 @@ from hcp.step.dispatch import (
     dispatch,
     gather_lengths,
 )
-from hcp.step.fields import Given, Rules, Sample, length_of
+from hcp.step.fields import Given, Rules, Sample
 from hcp.step.pace import Pace
 
 Share = TypeVar("Share")
@@ -58,20 +56,18 @@ class StepPlanner:
         options: Callable[[], Mapping[str, Any]],
         *,
         plan_ahead: int = 0,
-        has_rows: bool = True,
         pace: Pace | None = None,
         fit: Fit | None = None,
     ) -> None:
         """``plan``: makes the plan of a global batch from its lengths in tokens, the same on every
         rank. ``options``: gives the options of :func:`hcp.dispatch`. It is asked once, when a rank
         makes its first step: where plans are only made, the library of attention may be absent.
-        ``plan_ahead``: how many steps ``steps`` makes while the one before them trains.
-        ``has_rows``: False where the layers of this rank need no tokens, as in a pipeline's middle
-        stages: its samples travel as rows of 0 columns. ``pace``: compares the time from step to
-        step with what plans say. ``fit``: leaves out or cuts samples that are too long."""
+        ``plan_ahead``: how many steps ``steps`` makes while the one before them trains. ``pace``:
+        compares the time from step to step with what plans say. ``fit``: leaves out or cuts
+        samples that are too long."""
         self.plan, self._options = plan, options
         self._pace, self._fit = pace, fit
-        self.plan_ahead, self.has_rows = plan_ahead, has_rows
+        self.plan_ahead = plan_ahead
 
     @classmethod
     def of(
@@ -84,7 +80,6 @@ class StepPlanner:
         masks: MasksFor | None = None,
         fields: Rules | None = None,
         window_sizes: Sequence[tuple[int, int]] = (),
-        has_rows: bool = True,
         compares: bool = True,
         fit: Fit | None = None,
         **limits: Any,
@@ -101,7 +96,7 @@ class StepPlanner:
             masks: gives the masks of sequences of these lengths, in tokens.
             fields: the rules of fields that have not one row per token: :func:`hcp.dispatch`.
             window_sizes: sliding windows in addition to those of ``config``.
-            has_rows, fit: as for a planner that is made directly.
+            fit: as for a planner that is made directly.
             compares: whether the time from step to step is compared with what plans say, and a
                 warning tells once that it is another. False where a trainer does more than to train
                 between two steps.
@@ -128,7 +123,6 @@ class StepPlanner:
             plan,
             options,
             plan_ahead=config.plan_ahead,
-            has_rows=has_rows,
             pace=Pace(None if cost is None else cost.unit) if compares else None,
             fit=fit,
         )
@@ -239,15 +233,9 @@ class StepPlanner:
             rank = step_transport.transport.rank
             lengths, sources, samples, count = self._fit(lengths, sources, samples, rank)
         plan = self.plan(lengths)
-        given = samples if self.has_rows else self._without_columns(samples)
-        step = self.dispatch(plan, given, sources, groups, step_transport=step_transport)
+        step = self.dispatch(plan, samples, sources, groups, step_transport=step_transport)
         step.too_long = count
         return step
-
-    def _without_columns(self, samples: Sequence[Sample]) -> list[Given]:
-        rules = self.options.get("fields") or {}
-        tokens = [length_of(sample, i, rules) for i, sample in enumerate(samples)]
-        return [{"rows": torch.empty(length, 0)} for length in tokens]
 
 
 def _sync_of(

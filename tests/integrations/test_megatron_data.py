@@ -395,6 +395,24 @@ def test_documents_with_padding_between_them_are_taken_from_their_places(names, 
 
 
 @needs_megatron
+def test_positions_of_three_axes_belong_to_the_rows_of_their_sequences():
+    text, image = [[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    positions = torch.tensor([*text, *image]).T
+    sample = {"tokens": torch.arange(6), "cu_seqlens": torch.tensor([0, 2, 6])}
+    for given in (positions, positions[:, None], positions.tolist()):
+        found = [each["rope_positions"] for each in sequences({**sample, "position_ids": given})]
+        assert found == [text, image]
+    for given, bounds, message in (
+        (positions, [0, 6], "rows 0 to 5 are 0 on every axis at the row 2 too"),
+        (positions, [0, 1, 6], r"has \[1, 1, 1\] on the axes of the first"),
+        (positions[:, 1:], [0, 2, 6], "position_ids has 5 rows in a sample of 6 tokens"),
+        (positions[:2], [0, 2, 6], r"position_ids has shape \(2, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sequences({**sample, "position_ids": given, "cu_seqlens": torch.tensor(bounds)})
+
+
+@needs_megatron
 def test_labels_that_do_not_count_are_left_out_of_the_loss():
     sample = {"tokens": [5, 6, 7], "labels": torch.tensor([6, -100, 7])}
     assert [each["loss_mask"] for each in sequences(sample)] == [[1.0, 0.0, 1.0]]
@@ -528,8 +546,8 @@ def test_bounds_that_leave_tokens_out_are_refused(bounds, message):
             "attention_mask of the rows 0 to 2 is not Megatron's causal one",
         ),
         (
-            {"tokens": torch.ones(3), "position_ids": torch.arange(3).expand(3, 3)},
-            r"position_ids has shape \(3, 3\), expected \(length,\)",
+            {"tokens": torch.ones(3), "position_ids": torch.arange(3).expand(2, 3)},
+            r"position_ids has shape \(2, 3\), expected \(length,\)",
         ),
     ],
 )
@@ -665,6 +683,28 @@ def plan_for_stages(rank, size):
 @needs_megatron
 def test_plans_are_for_the_stages_and_rounds_of_the_schedule():
     run_ranks(4, plan_for_stages)
+
+
+def plan_for_a_middle_stage(rank, size):
+    from hcp.integrations.megatron import plan_batches
+
+    groups, seen = hcp.build_process_groups(pp=3), []
+    positions = torch.arange(6) * torch.tensor([[1], [2], [3]])
+    for axes in ({}, {"position_ids": positions}):
+        samples = [{"tokens": torch.ones(6), **axes}]
+        (step,) = plan_batches([samples], hcp.Config(6), groups)
+        for batch in step:
+            middle = groups.rank("pp") == 1
+            assert [batch[name] is None for name in ("tokens", "labels", "loss_mask")] == [
+                middle
+            ] * 3
+            seen.append(batch["position_ids"].tolist())
+    assert seen == [[[0, 1, 2, 3, 4, 5]], positions[:, None].tolist()]
+
+
+@needs_megatron
+def test_a_middle_stage_gets_positions_and_no_tokens():
+    run_ranks(3, plan_for_a_middle_stage)
 
 
 def load_other_samples(rank, size):
@@ -919,8 +959,6 @@ def refuse(rank, size):
         for option, value in {**refused, "log_max_attention_logit": True}.items():
             with pytest.raises(ValueError, match=f"config.{option} is {value}, expected"):
                 model(**{option: value})
-        with pytest.raises(ValueError, match=r"config.mrope_section is \[1, 1, 2\], expected None"):
-            model(mrope_section=[1, 1, 2])
         core = model().decoder.layers[0].self_attention.core_attention
 
         def core_attention(backend):
@@ -938,6 +976,9 @@ def refuse(rank, size):
         core._check_backend(SimpleNamespace(kernel_family="torch"))
         with pytest.raises(ValueError, match="calculate_per_token_loss is False, expected True"):
             hcp_megatron.forward_step(iter([]), model())
+        of_axes = iter([{"position_ids": torch.zeros(3, 1, 5)}])
+        with pytest.raises(ValueError, match=r"shape \(3, 1, 5\) and config.mrope_section is None"):
+            hcp_megatron.forward_step(of_axes, model(calculate_per_token_loss=True))
         grown = model(calculate_per_token_loss=True)
         grown.config.mtp_num_layers = 1
         with pytest.raises(ValueError, match=r"the model is a GPTModel with mtp_num_layers"):

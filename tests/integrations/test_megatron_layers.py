@@ -44,6 +44,8 @@ POSITIONS = {
     "YaRN": dict(position_embedding_type="yarn"),
     "rotary embedding scaled as Llama 3's": dict(rope_scaling=True, rotary_base=100),
     "learned positions": dict(position_embedding_type="learned_absolute"),
+    "positions of three axes": dict(position_embedding_type="mrope"),
+    "positions of three axes over levels": dict(position_embedding_type="mrope"),
 }
 """The model's position embeddings, if not `position_embedding_type="rope"`."""
 OPTIONS = hcp.Config(
@@ -67,6 +69,10 @@ MODELS = {
     "YaRN": {},
     "rotary embedding scaled as Llama 3's": {},
     "learned positions": {},
+    "positions of three axes": dict(mrope_section=[1, 2, 1]),
+    "positions of three axes over levels": dict(
+        mrope_section=[1, 2, 1], cp_comm_type=["a2a+p2p", "auto"]
+    ),
     "two comm types": dict(cp_comm_type=["a2a", "all_gather"]),
     "levels and whatever is fastest": dict(cp_comm_type=["a2a+p2p", "auto"]),
     "a Mamba hybrid": dict(mamba_num_groups=2),
@@ -133,8 +139,13 @@ def build_both(name, options, fused_rope=True):
 
 
 def build(name, options, collection, wrap):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from hcp.integrations.megatron import hcp_model_class
 
     config = config_of(name, **options)
     if "hybrid" in name:
@@ -152,12 +163,17 @@ def build(name, options, collection, wrap):
         spec.submodules.self_attention.submodules.core_attention = of_any_size()
     if "delta" in name:
         spec = with_delta_net(spec)
-    return GPTModel(
+    made, mtp = wrap(spec), None
+    if config.mtp_num_layers:
+        mtp = wrap(get_gpt_mtp_block_spec(config, made, use_transformer_engine=False))
+    by_hcp = hcp_model_class if made is not spec and "axes" in name else lambda own: own
+    return by_hcp(GPTModel)(
         config,
-        wrap(spec),
+        made,
         vocab_size=264,
         max_sequence_length=64,
         rotary_percent=0.5 if name == "grouped queries" else 1.0,
+        mtp_block_spec=mtp,
         pg_collection=collection,
         **{"position_embedding_type": "rope", **POSITIONS.get(name, {})},
     )
@@ -174,6 +190,22 @@ def of_any_size():
     return Attention
 
 
+def axes_of(length):
+    """Time, height and width (length, 3) of text and images of 3 by 5 tokens in turns."""
+    rows, first = [], 0
+    while len(rows) < length:
+        rows += [[first + i] * 3 for i in range(4)]
+        rows += [[first + 4, first + 4 + y, first + 4 + x] for y in range(3) for x in range(5)]
+        first += 9
+    return torch.tensor(rows[:length])
+
+
+def position_ids_of(model, counted, axes):
+    """What Megatron's model takes, of rows that count tokens and rows of axes."""
+    of_axes = getattr(model, "position_embedding_type", None) == "mrope"
+    return axes.T[:, None] if of_axes else counted[None]
+
+
 def documents(lengths):
     """Tokens of each document, and weights of its logits in what is differentiated."""
     drawn = torch.Generator().manual_seed(0)
@@ -186,7 +218,9 @@ def computed_alone(model, lengths):
     parameters, logits = list(model.parameters()), {}
     sums = [torch.zeros_like(p) for p in parameters]
     for i, (tokens, weights) in enumerate(zip(*documents(lengths), strict=True)):
-        out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+        n = len(tokens)
+        positions = position_ids_of(model, torch.arange(n), axes_of(n))
+        out = model(tokens[None], positions, None)[0]
         grads = torch.autograd.grad((out * weights).sum(), parameters)
         for total, grad in zip(sums, grads, strict=True):
             total += grad
@@ -213,7 +247,10 @@ def plan_with_ranks_without_rows(lengths):
 def packed(lengths, several):
     """Sequences of the plan's documents, each of one or (`several`) of two and more: samples,
     lengths, and masks."""
-    samples = [{"tokens": t, "weights": w} for t, w in zip(*documents(lengths), strict=True)]
+    samples = [
+        {"tokens": tokens, "weights": weights, "axes": axes_of(len(tokens))}
+        for tokens, weights in zip(*documents(lengths), strict=True)
+    ]
     if not several:
         return samples, lengths, None
     parts = [slice(0, 2), slice(2, None)]
@@ -262,9 +299,10 @@ def computed(
         for cp, local in step:
             rows = cp.rows or alignment
             assert rows % alignment == 0
-            padded = F.pad(local.tokens, (0, rows - cp.rows))[None]
+            more = 0, rows - cp.rows
+            positions = F.pad(position_ids_of(model, cp.position_ids, local.axes), more)
             params = packed_seq_params(cp, rows=rows)
-            out = model(padded, F.pad(cp.position_ids, (0, rows - cp.rows))[None], None,
+            out = model(F.pad(local.tokens, more)[None], positions, None,
                         packed_seq_params=params)[0, : cp.rows]  # fmt: skip
             grads = torch.autograd.grad((out * local.weights).sum(), parameters)
             for total, grad in zip(sums, grads, strict=True):
@@ -353,7 +391,7 @@ def test_a_model_computes_what_megatrons_own_does_under_any_plan(name):
     run_ranks(1, compare, name, 3, 26, 1, timeout=110)
 
 
-@pytest.mark.parametrize("name", ["learnable sinks", "latent attention"])
+@pytest.mark.parametrize("name", ["learnable sinks", "latent attention", "positions of three axes"])
 def test_ranks_without_rows_give_every_parameter_its_gradient(name):
     run_ranks(1, compare, name, 4, None, 1, timeout=110)
 
@@ -376,6 +414,7 @@ def test_spans_that_a_kernel_scans_one_by_one_give_it_their_states(several):
     ("name", "scan_type"),
     [
         ("grouped queries", "auto"),
+        ("positions of three axes", "auto"),
         ("a Mamba hybrid", "pass_states"),
         ("a Mamba hybrid", "sequence_to_head"),
         ("a gated delta net", "pass_states"),
@@ -468,16 +507,120 @@ def test_recurrent_layers_pass_states_to_more_ranks_than_heads(name):
     run_ranks(1, compare, name, 8, 9, 1, ("auto", "pass_states"), timeout=110)
 
 
-def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring():
-    given = "levels and whatever is fastest", 4, 18, 1, ("a2a+p2p", "a2a+p2p")
-    run_ranks(1, compare, *given, timeout=110)
+@pytest.mark.parametrize(
+    "name", ["levels and whatever is fastest", "positions of three axes over levels"]
+)
+def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring(name):
+    run_ranks(1, compare, name, 4, 18, 1, ("a2a+p2p", "a2a+p2p"), timeout=110)
 
 
 @pytest.mark.parametrize(
-    "name", ["grouped queries", "latent attention", "a Mamba hybrid", "a gated delta net"]
+    "name",
+    [
+        *("grouped queries", "positions of three axes", "latent attention"),
+        *("a Mamba hybrid", "a gated delta net"),
+    ],
 )
 def test_rows_that_alignment_adds_change_nothing(name):
     run_ranks(1, compare, name, 3, 26, 4, timeout=110)
+
+
+# ---- positions of three axes ---------------------------------------------------------------------
+
+AXES = "positions of three axes"
+
+
+def axes_over_ranks(rank, size, lengths, options):
+    """Megatron's groups have CP of all ranks, by which its own rotary embedding would cut angles.
+    The last rank loads no sample."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from hcp.integrations import megatron as hcp_megatron
+
+    # Megatron computes losses and angles in float32.
+    wide = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
+    with hcp_megatron.megatron_on_cpu(), wide:
+        options = MODELS[AXES] | dict(calculate_per_token_loss=True) | options
+        own, _ = build_both(AXES, options)
+        own.rotary_pos_emb.inv_freq = own.rotary_pos_emb.inv_freq.double()
+        samples = [
+            {"tokens": tokens, "position_ids": axes_of(len(tokens)).T}
+            for tokens in documents(lengths)[0]
+        ]
+        for sample in samples:
+            tokens, positions = sample["tokens"], sample["position_ids"]
+            mask = (torch.arange(len(tokens)) < len(tokens) - 1)[None].double()
+            given = dict(labels=tokens.roll(-1)[None], loss_mask=mask)
+            (own(tokens[None], positions[:, None], None, **given) * mask).sum().backward()
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=size)
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        model = build(AXES, options, collection, hcp_megatron.hcp_layer_spec).double()
+        model.load_state_dict(own.state_dict())
+        model.rotary_pos_emb.inv_freq = own.rotary_pos_emb.inv_freq
+        assert model.rotary_pos_emb.cp_group.size() == size
+        config = hcp.Config(32)
+        groups = hcp.ProcessGroups.from_existing(collection)
+        share = samples[rank :: size - 1] if rank < size - 1 else []
+        (step,) = hcp_megatron.plan_batches([share], config, groups)
+        assert max(group.degree for batch in step.plan.micro_batches for group in batch) > 1
+        batches = step.data_iterator()
+        for _ in range(len(step)):
+            output, loss_of = hcp_megatron.forward_step(batches, model)
+            loss_of(output)[0].backward()
+        for (path, parameter), reference in zip(
+            model.named_parameters(), own.parameters(), strict=True
+        ):
+            torch.distributed.all_reduce(parameter.grad)
+            scale = float(reference.grad.abs().max())
+            assert scale > 0, path
+            assert float((parameter.grad - reference.grad).abs().max()) < 1e-10 * max(1, scale), (
+                path
+            )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [(LENGTHS, {}), ([61], dict(mtp_num_layers=2))],  # newer releases weigh by the whole batch
+    ids=["several samples", "a sample, with prediction layers"],
+)
+def test_positions_of_three_axes_travel_with_the_samples(lengths, options):
+    run_ranks(3, axes_over_ranks, lengths, options, timeout=110)
+
+
+def refuse_axes(rank, size):
+    from hcp.integrations.megatron import megatron_on_cpu, packed_seq_params
+
+    with megatron_on_cpu():
+        own, model = build_both(AXES, MODELS[AXES])
+        for option, message in (
+            (dict(rotary_interleaved=True), "config.rotary_interleaved is True, expected False"),
+            (MLA | dict(rope_type="rope"), r"config.mrope_section is \[1, 2, 1\], expected None"),
+        ):
+            kind = f"{AXES}, latent" if "rope_type" in option else AXES
+            with pytest.raises(ValueError, match=message):
+                build_both(kind, MODELS[AXES] | option)
+        plan = hcp.plan([6], ranks=1, max_tokens_per_rank=6)
+        tokens = torch.arange(6)[None]
+
+        def on_rank(groups):
+            cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+            for places in (tokens, axes_of(7).T[:, None]):
+                with pytest.raises(ValueError, match=r"position_ids has .*, expected \(3, 1, 6\)"):
+                    model(tokens, places, None, packed_seq_params=packed_seq_params(cp))
+            # Layers of hcp in Megatron's own model, whose angles may be cut.
+            own.decoder = model.decoder
+            given = tokens, axes_of(6).T[:, None], None
+            with pytest.raises(ValueError, match=r"no angles of its rows, .* hcp_model_class"):
+                own(*given, packed_seq_params=packed_seq_params(cp))
+
+        hcp.loopback(1, on_rank)
+
+
+def test_positions_of_three_axes_that_no_row_would_be_turned_by_are_refused():
+    run_ranks(1, refuse_axes, timeout=110)
 
 
 # ---- latent rows ---------------------------------------------------------------------------------
@@ -619,6 +762,7 @@ ROTATED = [
     "interleaved rotary embedding",
     "YaRN",
     "rotary embedding scaled as Llama 3's",
+    "positions of three axes",
     "latent attention",
     "latent attention with YaRN",
 ]
@@ -664,7 +808,7 @@ def test_rotation_in_attention_is_megatrons_at_any_degree_and_comm_type(name):
     run_ranks(1, rotate_in_attention, name, timeout=110)
 
 
-@pytest.mark.parametrize("name", ["YaRN", "latent attention with YaRN"])
+@pytest.mark.parametrize("name", ["YaRN", "positions of three axes", "latent attention with YaRN"])
 def test_megatron_rotates_where_it_is_told_to(name):
     run_ranks(1, compare, name, 3, 26, 1, None, False, timeout=110)
 
@@ -713,11 +857,11 @@ def make_rotations_once(rank, size):
     from hcp.attention import rotary as rope
     from hcp.integrations.megatron import megatron_on_cpu
 
-    for name, times in (("YaRN", 1), ("latent attention with YaRN", 1)):
+    for name in ("YaRN", "positions of three axes", "latent attention with YaRN"):
         with megatron_on_cpu(), mock.patch.object(rope, "rotary_of", wraps=rope.rotary_of) as made:
             _, model = build_both(name, MODELS[name])
             computed(model, 1, LENGTHS, sum(LENGTHS))
-            assert made.call_count == times, name
+            assert made.call_count == 1, name
 
 
 def test_all_layers_of_a_micro_batch_share_one_rotation():
@@ -725,6 +869,9 @@ def test_all_layers_of_a_micro_batch_share_one_rotation():
 
 
 RECOMPUTED = {
+    "positions of three axes": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
     "YaRN": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "latent attention with YaRN": dict(
         recompute_granularity="selective", recompute_modules=["mla_up_proj"]
@@ -761,9 +908,10 @@ def gradients_on_one_rank(model):
         plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=sum(LENGTHS))
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         order = cp.layout.sequences
-        rows, by = (torch.cat([each[i] for i in order]) for each in (tokens, weights))
-        params = packed_seq_params(cp)
-        out = model(rows[None], cp.position_ids[None], None, packed_seq_params=params)
+        axes = [axes_of(n) for n in LENGTHS]
+        rows, by, axes = (torch.cat([each[i] for i in order]) for each in (tokens, weights, axes))
+        positions = position_ids_of(model, cp.position_ids, axes)
+        out = model(rows[None], positions, None, packed_seq_params=packed_seq_params(cp))
         (out[0] * by).sum().backward()
 
     model.train()

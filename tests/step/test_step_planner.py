@@ -77,15 +77,6 @@ def test_all_steps_are_made_unless_the_end_is_asked_for() -> None:
     assert loopback(1, steps) == [[0, 2]]
 
 
-def test_a_rank_whose_layers_need_no_tokens_gets_rows_without_columns() -> None:
-    def step(groups: Any) -> list[tuple[int, int]]:
-        planner = StepPlanner.of(Config(32), 1, has_rows=False)
-        (shape,) = [tuple(local["rows"].shape) for _, local in planner.step(samples_of(0), groups)]
-        return [shape]
-
-    assert loopback(1, step) == [[(13, 0)]]
-
-
 def test_whether_ranks_wait_is_asked_once_and_with_the_first_plan() -> None:
     asked: list[bool] = []
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import hcp
 from hcp._words import Sync
 from hcp.integrations.barrier import waits_in_layers
-from hcp.integrations.documents import bounds_of, first_miscounted, short
+from hcp.integrations.columns import AXES
+from hcp.integrations.documents import bounds_of, first_miscounted, lengths_by_axes, short
 from hcp.integrations.megatron.megatron_packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.mtp import PredictionTokens
 from hcp.integrations.megatron.pool import CPGroupPool
@@ -74,15 +76,17 @@ def _batch_of(
     cp_group: dist.ProcessGroup | None,
 ) -> Batch:
     """Return the batch of a micro-batch. tokens, labels and loss_mask are (1, rows), or None in a
-    stage that does not need them.
+    stage that does not need them. position_ids are (1, rows), or (3, 1, rows) of samples that have
+    positions of three axes.
 
     A rank without rows gets padding: Megatron's layers cannot reshape zero rows.
     """
     rows = cp.rows or cp.plan.core.alignment
     fields = {name: with_padding(local[name], rows)[None] if has_rows else None for name in _FIELDS}
+    positions = local[AXES].T.unsqueeze(1) if AXES in local else cp.position_ids[None]
     return {
         **fields,
-        "position_ids": with_padding(cp.position_ids, rows)[None],
+        "position_ids": pad(positions, (0, rows - cp.rows)),
         "attention_mask": None,
         "packed_seq_params": packed_seq_params(cp, cp_group, rows=rows),
     }
@@ -111,7 +115,8 @@ def plan_batches(
     tokens if they are missing; given labels below 0 do not count then. Megatron's own samples,
     with a batch dimension of 1, with `original_seq_len` or with packed `cu_seqlens`, are split into
     their sequences. With `cu_seqlens_padded` too, these are their places, and `cu_seqlens` their
-    lengths.
+    lengths. For multimodal rotary embedding all have "position_ids" (3, length), of time, height
+    and width, which are 0 on every axis where a sequence begins and nowhere else.
     `samples_of`: the ranks that load different samples: all of "dp_cp", or those of "dp", if CP
     siblings load the same, as Megatron's samplers do. `cost`: that of one pipeline stage.
 
@@ -139,7 +144,6 @@ def plan_batches(
         groups.size("dp_cp"),
         cost=cost,
         waits=lambda: waits_in_layers(groups),
-        has_rows=has_rows,
         fit=fit_of(config, groups.size("dp_cp"), alignment),
         sync=sync,
         alignment=alignment,
@@ -149,7 +153,8 @@ def plan_batches(
     )
     source = iter(batches)
     shares = (
-        ReadItems(_own_share(next(source, ()), groups, samples_of)) for _ in itertools.count()
+        ReadItems(_own_share(next(source, ()), groups, samples_of, has_rows))
+        for _ in itertools.count()
     )
     steps = planner.steps(shares, groups, until_empty=True)
     with contextlib.closing(steps):
@@ -160,13 +165,23 @@ def plan_batches(
 
 
 def _own_share(
-    samples: Iterable[Mapping[str, Any]], groups: hcp.ProcessGroups, samples_of: str
+    samples: Iterable[Mapping[str, Any]],
+    groups: hcp.ProcessGroups,
+    samples_of: str,
+    has_rows: bool,
 ) -> Iterator[dict[str, Tensor]]:
     size, place = (groups.size("cp"), groups.rank("cp")) if samples_of == "dp" else (1, 0)
     sequences = (sequence for sample in samples for sequence in sequences_of(sample))
     for i, sequence in enumerate(sequences):
         if i % size == place:
-            yield sequence
+            yield sequence if has_rows else _without_columns(sequence)
+
+
+def _without_columns(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A sequence as rows of 0 columns, for the middle stages of a pipeline, which need no tokens.
+    They need positions of three axes."""
+    axes = {AXES: sequence[AXES]} if AXES in sequence else {}
+    return {"rows": torch.empty(len(sequence["tokens"]), 0), **axes}
 
 
 def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
@@ -174,17 +189,22 @@ def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     rows = _rows_of(sample)
     for start, stop in bounds_of(sample, rows):
         if stop > start:
-            _check_document(sample, len(rows["tokens"]), start, stop)
+            _check_document(sample, rows, start, stop)
             yield _complete({name: value[start:stop] for name, value in rows.items()})
 
 
 def _rows_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The rows of a sample, (length,) each."""
+    """The rows of a sample, (length,) each, and position_ids (length, 3) if they have three
+    axes."""
     if not isinstance(sample, Mapping) or sample.get("tokens") is None:
         given = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(f"a sample has {given}, expected 'tokens' among them")
     rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
     length = len(rows["tokens"])
+    if sample.get("position_ids") is not None:
+        positions = _tensor("position_ids", sample["position_ids"])
+        if positions.shape[:-1] in ((3,), (3, 1)):
+            rows["position_ids"] = positions.long().reshape(3, -1).T.contiguous()
     for name, value in rows.items():
         if len(value) != length:
             raise ValueError(
@@ -193,11 +213,21 @@ def _rows_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
     return rows
 
 
-def _check_document(sample: Mapping[str, Any], length: int, start: int, stop: int) -> None:
+def _check_document(
+    sample: Mapping[str, Any], rows: Mapping[str, Tensor], start: int, stop: int
+) -> None:
     """Refuse rows that are not one causal document, such as several documents that
-    `reset_position_ids` and `reset_attention_mask` tell apart. `length`: of the sample."""
+    `reset_position_ids` and `reset_attention_mask` tell apart. `rows`: of the sample."""
     positions, mask = sample.get("position_ids"), sample.get("attention_mask")
-    if positions is not None:
+    length = len(rows["tokens"])
+    if "position_ids" in rows:
+        lengths = lengths_by_axes(rows["position_ids"][start:stop]).tolist()
+        if len(lengths) > 1:
+            raise ValueError(
+                f"position_ids of the rows {start} to {stop - 1} are 0 on every axis at the row "
+                f"{start + lengths[0]} too, expected that at the first alone: {_DOCUMENTS}"
+            )
+    elif positions is not None:
         own = _flat("position_ids", positions)[start:stop]
         counted = (own - first for first in (0, start))
         if len(own) != stop - start or not any(_counts_up(x) for x in counted):
@@ -231,11 +261,15 @@ def _is_causal(mask: Tensor, length: int, start: int, stop: int) -> bool:
     return torch.equal(own, torch.ones_like(own).triu(1))
 
 
-def _flat(name: str, given: Any) -> Tensor:
+def _tensor(name: str, given: Any) -> Tensor:
     try:
-        value = torch.as_tensor(given)
+        return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is {given!r:.60}, expected (length,): {error}") from None
+
+
+def _flat(name: str, given: Any) -> Tensor:
+    value = _tensor(name, given)
     if value.dim() == 2 and value.shape[0] == 1:
         value = value[0]
     if value.dim() != 1:
@@ -266,7 +300,8 @@ def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
             f"{'tokens' if follows else 'labels'} has {int(wrong[0])} where loss_mask is 1, "
             "expected ids >= 0, or a loss_mask of 0 there: Megatron's loss counts such rows"
         )
-    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    axes = {AXES: rows["position_ids"]} if "position_ids" in rows else {}
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask, **axes}
 
 
 def _agree(plan: hcp.Plan, step: int, groups: hcp.ProcessGroups) -> None:

@@ -191,7 +191,7 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
         "fused_single_qkv_rope": (config.fused_single_qkv_rope, False),
         "qk_clip": (getattr(config, "qk_clip", False), False),
         "log_max_attention_logit": (getattr(config, "log_max_attention_logit", False), False),
-        "mrope_section": (getattr(config, "mrope_section", None), None),
+        **_mrope_options(config),
         "flash_decode": (config.flash_decode, False),
     }
     for name, (given, expected) in options.items():
@@ -201,6 +201,17 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
             )
     if attention_type != "self":
         raise ValueError(f"attention_type is {attention_type!r}, expected 'self'")
+
+
+def _mrope_options(config: Any) -> dict[str, Any]:
+    """What does not go with multimodal rotary embedding. Megatron's model leaves it out of latent
+    attention, and gives interleaved pairs angles of 3 rows."""
+    section = getattr(config, "mrope_section", None)
+    if section is None:
+        return {}
+    if config.multi_latent_attention:
+        return {"mrope_section": (section, None)}
+    return {"rotary_interleaved": (config.rotary_interleaved, False)}
 
 
 # ---- positions -----------------------------------------------------------------------------------
@@ -291,9 +302,12 @@ class _Positioned:
         if self._hands_on(cp):
             params.expansion = hand_on(made)
         latent = isinstance(self, MLASelfAttention) or is_absorbed(type(self))
+        angles = _angles_of(packed_seq_params, config)
         if self.fused_rope and not latent:
             # Megatron is given no table, so it rotates nothing.
-            params.rotations = rotations_of(self, cp, rotary_pos_emb)
+            params.rotations = rotations_of(self, cp, rotary_pos_emb, angles)
+        elif angles is not None:
+            options["rotary_pos_emb"] = angles
         elif rotary_pos_emb is not None:
             options["rotary_pos_emb"] = self._rows_of(rotary_pos_emb, cp, count)
         return super(_Positioned, made).forward(  # type: ignore[misc]
@@ -323,6 +337,22 @@ class _Positioned:
         if isinstance(tables, Tensor):
             return positions.rows(tables)
         return tuple(None if each is None else positions.rows(each) for each in tables)
+
+
+def _angles_of(params: Any, config: Any) -> Tensor | None:
+    """The angles (T, 1, 1, R) of a micro-batch's rows under multimodal rotary embedding, None under
+    any other."""
+    section = getattr(config, "mrope_section", None)
+    if section is None:
+        return None
+    angles: Tensor | None = getattr(params, "angles", None)
+    if angles is None:
+        raise ValueError(
+            f"config.mrope_section is {section} and the model gave the micro-batch no angles of "
+            "its rows, expected a model of hcp_model_class(GPTModel) with "
+            "position_embedding_type='mrope'"
+        )
+    return angles
 
 
 def is_absorbed(attention: type) -> bool:

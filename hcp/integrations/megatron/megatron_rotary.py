@@ -55,9 +55,11 @@ def rotations_of(
     layer: Any,
     cp: hcp.ContextParallelHandler,
     rotary_pos_emb: Tensor | tuple[Tensor | None, Tensor | None] | None,
+    angles: Tensor | None = None,
 ) -> Rotations | None:
     """The rotations of a layer, out of the tables of angles (positions, 1, 1, R) that Megatron's
-    model gives it: one, or one for queries and one for keys."""
+    model gives it: one, or one for queries and one for keys. `angles` (T, 1, 1, R): those of its
+    rows, in place of tables."""
     config = layer.config
     without = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
     if rotary_pos_emb is None or without:
@@ -70,6 +72,11 @@ def rotations_of(
     tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
     interleaved = config.rotary_interleaved
     mscale = _concentration_of(layer)
+    if angles is not None:
+        rows = angles.flatten(1)[: cp.rows]
+        options = {"interleaved": interleaved, "mscale": mscale}
+        of_rows = once(cp, place_of(angles), angles, lambda: rope.rotary_of(rows, **options))
+        return Rotations(of_rows, of_rows)
 
     def made(table: Tensor | None) -> Rotary | None:
         if table is None:

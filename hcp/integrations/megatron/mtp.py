@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hcp.integrations.megatron.megatron_packed import handler_of, with_padding
+from hcp.integrations.megatron.mrope import OfAxes
 
 
 class _Counted(Tensor):
@@ -37,8 +38,11 @@ class PredictionTokens:
 
     def __init__(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """`batches`: of the step's micro-batches on this rank, with their rows."""
-        self._rows = [(batch["loss_mask"], batch["position_ids"]) for batch in batches]
-        self._handler = batches[0]["packed_seq_params"].cp_handler
+        params = [batch["packed_seq_params"] for batch in batches]
+        places = [with_padding(each.cp_handler.position_ids, each.rows) for each in params]
+        masks = [batch["loss_mask"] for batch in batches]
+        self._rows = [*zip(masks, places, strict=True)]
+        self._handler = params[0].cp_handler
         self._counts: tuple[Tensor, ...] = ()
 
     def of(self, layers: int) -> tuple[Tensor, ...]:
@@ -78,8 +82,8 @@ def roll_tensor(
     sequence_fields: Sequence[str] | None = None,
     roll_depth: int = 0,
 ) -> tuple[Tensor, Tensor | None] | list[Tensor]:
-    """Shift (1, T) along the documents of the micro-batch, and count. Replaces Megatron's function
-    of this name.
+    """Shift (1, T), or positions (3, 1, T), along the documents of the micro-batch, and count.
+    Replaces Megatron's function of this name.
 
     Megatron's count is that of this rank's tokens after the shift, which depends on the plan. This
     function returns the whole step's, if the mask knows it (see `mask_of`), else the count before
@@ -138,17 +142,20 @@ def _counts_after(mask: Tensor) -> Sequence[Tensor]:
 def _rolled(
     tensor: Tensor, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, fill: float
 ) -> Tensor:
-    if tensor.dim() != 2 or tensor.shape[0] != 1 or dims not in (-1, 1):
+    last = tensor.dim() - 1
+    if last not in (1, 2) or tensor.shape[-2] != 1 or dims not in (-1, last):
         raise ValueError(
-            f"tensor has shape {tuple(tensor.shape)} and dims is {dims}, expected (1, T) and -1"
+            f"tensor has shape {tuple(tensor.shape)} and dims is {dims}, expected (1, T) or "
+            "(3, 1, T), and -1"
         )
     cp = handler_of(packed_seq_params, cp_group)
-    own = tensor.as_subclass(Tensor)[0, : cp.rows]
-    rolled = with_padding(cp.roll_tensor(own, shifts), tensor.shape[1])
+    count = tensor.shape[-1]
+    own = tensor.as_subclass(Tensor)[..., 0, : cp.rows].movedim(-1, 0)
+    rolled = with_padding(cp.roll_tensor(own, shifts), count)
     if fill:
-        inside = with_padding(cp.roll_tensor(torch.ones_like(own), shifts), tensor.shape[1])
+        inside = with_padding(cp.roll_tensor(torch.ones_like(own), shifts), count)
         rolled = torch.where(inside.bool(), rolled, torch.full_like(rolled, fill))
-    return rolled[None]
+    return rolled.movedim(0, -1).unsqueeze(-2)
 
 
 _COUNTS = "_compute_mtp_acceptance_counts"
@@ -236,9 +243,10 @@ def rolling(layer: type) -> type:
 @cache
 def hcp_model_class(model: type) -> type:
     """Derive a class of GPTModel, or of one like it, whose MTP losses take labels along the plan's
-    sequences.
+    sequences, and whose multimodal rotary embedding turns rows by their own positions.
 
-    Only a model with `mtp_num_layers` needs it; `forward_step` refuses one that lacks it.
+    Only a model with `mtp_num_layers` or `position_embedding_type="mrope"` needs it; `forward_step`
+    refuses one with the former that lacks it, and the layers one with the latter.
     """
     own = {"_postprocess": _with_our_roll(model._postprocess), "__module__": __name__}  # type: ignore[attr-defined]
-    return type(f"Hcp{model.__name__}", (model,), {**own, "rolls_along_sequences": True})
+    return type(f"Hcp{model.__name__}", (OfAxes, model), {**own, "rolls_along_sequences": True})

@@ -47,6 +47,7 @@ def forward_step(
             "prediction layers are computed inside the model"
         )
     batch = next(data_iterator)
+    _check_axes(batch["position_ids"], config)
     masks = {"loss_mask": _mask_of(batch, config, model)} if _of(config, "mtp_num_layers") else {}
     output = model(
         batch["tokens"],
@@ -59,6 +60,16 @@ def forward_step(
     if losses is not None and get_attr_wrapped_model(model, "post_process"):
         output = losses(output, batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def _check_axes(position_ids: Tensor, config: Any) -> None:
+    """Refuse positions of three axes for a model that would not turn rows by them."""
+    if position_ids.dim() == 3 and getattr(config, "mrope_section", None) is None:
+        raise ValueError(
+            f"position_ids of the micro-batch has shape {tuple(position_ids.shape)} and "
+            "config.mrope_section is None, expected samples with position_ids (length,): only a "
+            "model with position_embedding_type='mrope' has positions of three axes"
+        )
 
 
 def _mask_of(batch: Mapping[str, Any], config: Any, model: Any) -> Tensor | None:
