@@ -62,6 +62,7 @@ def scan_mamba(
         return _touched(x, cp.scan.pass_states(none, none[..., :1, :1]), logs, *beside)
     out, states = scan(_slices(sizes))
     if not cp.layout.spans_continue:  # nothing enters
+        cp.plan.core.expect_trees("cp.scan.pass_states")
         return out
     pieces = pieces_of(tuple(sizes), x.device)
     since, whole = pieces.sums(logs)

@@ -85,11 +85,7 @@ class Mask:
                 named.
         """
         set_once = object.__setattr__
-        set_once(self, "length", expect_size("length", length))
-        if self.length >= 2**31:
-            raise ValueError(
-                f"length is {self.length}, expected < 2^31: pairs are counted in 64 bits"
-            )
+        set_once(self, "length", _expect_length(length))
         made = [_checked(self.length, i, part) for i, part in enumerate(slices)]
         _expect_apart(made)
         vars(self)["slices"] = tuple(sorted(made, key=lambda part: (part.queries, part.keys)))
@@ -287,11 +283,11 @@ class Mask:
         expect_items("parents", parents, "indices of parts, -1 for none")
         if not sizes:
             raise ValueError("lengths is empty, expected one part or more")
+        length = _expect_length(sum(sizes))
         table = _core.tree_mask(sizes, parents)
         sections = _core.read_table(table, _core.TREE_MASK_SECTIONS)
         words, positions = (table[first:end] for first, end, _ in sections)
         runs = zip(positions[::2], positions[1::2], strict=True)
-        length = expect_size("the sum of lengths", sum(sizes))
         return cls.of_core(length, words.cast("B"), runs)
 
     @classmethod
@@ -474,6 +470,13 @@ def _band(queries: tuple[int, int], keys: tuple[int, int], left: int, right: int
 
 
 # ---- checks --------------------------------------------------------------------------------------
+
+
+def _expect_length(given: int) -> int:
+    length = expect_size("length", given)
+    if length >= 2**31:
+        raise ValueError(f"length is {length}, expected < 2^31: pairs are counted in 64 bits")
+    return length
 
 
 def _checked(length: int, i: int, part: Any) -> Slice:
