@@ -10,11 +10,14 @@ n rows, H heads, D head size; a batch of one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -139,9 +142,10 @@ def _expect_plain(
         )
 
 
-def as_flash_attn(calls: Calls) -> None:
-    """Let `from flash_attn.flash_attn_interface import _flash_attn_forward` find these calls. Those
-    for packs, which rings import beside them, are refused if called."""
+@contextlib.contextmanager
+def as_flash_attn(calls: Calls) -> Iterator[None]:
+    """Return a context in which `from flash_attn.flash_attn_interface import _flash_attn_forward`
+    finds these calls. Those for packs, which rings import beside them, are refused if called."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise NotImplementedError("packs are not computed by these calls, expected one sequence")
@@ -154,10 +158,11 @@ def as_flash_attn(calls: Calls) -> None:
         _flash_attn_varlen_forward=refused,
         _flash_attn_varlen_backward=refused,
     )
+    put = {INTERFACE: module}
     try:
         importlib.import_module("flash_attn")  # flash-attn-4 has other modules there
     except ImportError:
-        package = types.ModuleType("flash_attn")
-        package.__path__ = []
-        sys.modules["flash_attn"] = package
-    sys.modules[INTERFACE] = module
+        put["flash_attn"] = types.ModuleType("flash_attn")
+        put["flash_attn"].__path__ = []
+    with mock.patch.dict(sys.modules, put):
+        yield

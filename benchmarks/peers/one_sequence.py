@@ -71,22 +71,26 @@ def obstacle(
         return f"heads are {heads[0]}:{heads[1]}, expected multiples of the {ranks} ranks"
     if device.type != "cuda" and not peer.on_cpu:
         return "for cuda alone"
-    if name == "ring_flash_attn":
-        as_flash_attn(calls)
-        _without_adapters()
     try:
-        importlib.import_module(peer.module)
+        with _as_imported(name, calls):
+            importlib.import_module(peer.module)
     except Exception as error:  # packages check libraries and drivers as they are imported
         return f"{peer.package}: {type(error).__name__}: {str(error)[:200]}"
     return None
 
 
-def _without_adapters() -> None:
-    """Let ring-flash-attn be imported beside Transformers 5, which its adapters do not know."""
-    name = "ring_flash_attn.adapters"
-    adapters = types.ModuleType(name)
+@contextmanager
+def _as_imported(name: str, calls: Calls) -> Iterator[None]:
+    """Return the context in which a peer is imported: ring-flash-attn over these calls, and beside
+    Transformers 5, which its adapters do not know."""
+    if name != "ring_flash_attn":
+        yield
+        return
+    adapters = types.ModuleType("ring_flash_attn.adapters")
     vars(adapters).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
-    sys.modules.setdefault(name, adapters)
+    with as_flash_attn(calls):
+        sys.modules.setdefault(adapters.__name__, adapters)
+        yield
 
 
 @contextmanager

@@ -292,7 +292,16 @@ class Mask:
 
     @classmethod
     def of_core(cls, length: int, words: memoryview, runs: Iterable[tuple[int, int]]) -> Self:
-        """A tree's mask, of the words and the runs that the core has made."""
+        """A tree's mask, as the core has made it.
+
+        Args:
+            length: tokens of the tree.
+            words: of its slices, 8 bytes each.
+            runs: of positions, (first token, its position).
+
+        Returns:
+            The mask, unchecked.
+        """
         made, kept = cls.__new__(cls), tuple(runs)
         object.__setattr__(made, "length", length)
         object.__setattr__(made, "runs", None if kept == ((0, 0),) else kept)
@@ -364,9 +373,9 @@ class Mask:
         return seen
 
     @cached_property
-    def words(self) -> array[int]:
+    def words(self) -> Sequence[int]:
         """The slices as the core takes them: two ranges and the band of each."""
-        return _words(self.slices)
+        return _words_of(self.slices)
 
     @cached_property
     def end(self) -> int:
@@ -501,7 +510,7 @@ def _checked(length: int, i: int, part: Any) -> Slice:
 
 def _expect_apart(slices: Sequence[Slice]) -> None:
     """Raise ValueError where a pair of a query and a key is in two slices."""
-    found = _core.slices_overlap(_words(slices))
+    found = _core.slices_overlap(_words_of(slices))
     if found is not None:
         a, b, query, key = found
         raise ValueError(
@@ -510,7 +519,7 @@ def _expect_apart(slices: Sequence[Slice]) -> None:
         )
 
 
-def _words(slices: Iterable[Slice]) -> array[int]:
+def _words_of(slices: Iterable[Slice]) -> array[int]:
     return array("q", [n for part in slices for n in (*part[0], *part[1], *part.band)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,8 +90,9 @@ def test_ring_flash_attn_finds_the_calls_where_it_imports_them_from(
     for name in ("flash_attn", INTERFACE):
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    as_flash_attn(calls())
-    module = sys.modules[INTERFACE]
+    with as_flash_attn(calls()):
+        module = importlib.import_module(INTERFACE)
+    assert sys.modules["flash_attn"] is sys.modules[INTERFACE] is None
     assert callable(module._flash_attn_forward)
     with pytest.raises(NotImplementedError, match="expected one sequence"):
         module._flash_attn_varlen_forward()

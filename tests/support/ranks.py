@@ -325,7 +325,7 @@ _idle_threads = 0
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len([*Path("/proc/self/task").iterdir()])
 
 
 def _leave_groups() -> None:
