@@ -123,8 +123,9 @@ def _joined(
         rows = [_tokens_of(rollout, i) for i, rollout in enumerate(rollouts)]
         joined = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         sizes = [row.numel() for row in rows]
-    wide = joined.dtype in (torch.int32, torch.int64)
-    return (joined if wide else joined.long()).cpu(), sizes
+    dtype = joined.dtype if joined.dtype in (torch.int32, torch.int64) else torch.int64
+    # The trees read tokens later, when a caller may have overwritten its tensor.
+    return joined.to("cpu", dtype, copy=isinstance(rollouts, Tensor)), sizes
 
 
 def _end_to_end(name: str, x: Tensor, lengths: Sequence[int], padded: bool) -> Tensor:

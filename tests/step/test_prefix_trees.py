@@ -216,6 +216,14 @@ def test_one_tensor_of_all_rollouts_gives_the_same_trees(
     assert [own.tolist() for own in expected.by_tree(ids)] == [[*own] for own in expected.rollouts]
 
 
+def test_trees_keep_their_tokens_when_a_tensor_of_rollouts_is_overwritten() -> None:
+    rollouts = [[1, 2, 3], [1, 2, 4]]
+    for tokens in forms([torch.tensor(own) for own in rollouts], 0):
+        trees = prefix_trees(tokens, [3, 3])
+        tokens.fill_(-100)
+        check(trees, rollouts)
+
+
 def test_values_of_padded_rollouts_have_any_shape() -> None:
     trees = prefix_trees(torch.tensor([[1, 2, 0], [1, 2, 3]]), [2, 3])
     values = torch.arange(12.0).view(2, 3, 2)
