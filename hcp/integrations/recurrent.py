@@ -104,8 +104,7 @@ def mamba_states(x: Tensor, logs: Tensor, writes: Tensor, spans: list[slice]) ->
     G may be H. For kernels that scan a pack in one call, and give no states of it.
     """
     pieces = pieces_of(tuple(span.stop - span.start for span in spans), x.device)
-    since, whole = pieces.sums(logs)
-    later = pieces.of_states(whole)[:, None] - since
+    later = pieces.later(logs)
     with _without_autocast(x):
         scaled = pieces.cut(x).to(writes.dtype) * later.exp()[..., None].to(writes.dtype)
         return written(pieces, scaled, writes)

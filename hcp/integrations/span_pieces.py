@@ -9,6 +9,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 ROWS = 256
 """The most rows of a piece where spans differ. A state for each piece then takes half of what the
@@ -63,6 +64,18 @@ class SpanPieces:
         grid = grid.view(self.spans, self._most + 1, -1).cumsum(1)
         return within + grid.flatten(0, 1)[places - 1][:, None], grid[:, -1]
 
+    def later(self, x: Tensor) -> Tensor:
+        """Sum (T, H) along spans from their ends: of the rows after each row, (M, q, H). The sum of
+        few rows is no difference of the sums of many, which would lose its digits."""
+        x = self.cut(x)
+        within = _from_end(F.pad(x[:, 1:], (0, 0, 0, 1)))
+        if self.count == self.spans:
+            return within
+        grid = x.new_zeros(self.spans * (self._most + 1), x.shape[2])
+        places = self._grid + self.of_span  # before the sum of none
+        grid = grid.index_copy(0, places, x.sum(1)).view(self.spans, self._most + 1, -1)
+        return within + _from_end(grid).flatten(0, 1)[places + 1][:, None]
+
     def of_states(self, states: Tensor) -> Tensor:
         """(S, ...) to (M, ...): the state of each piece's span."""
         return states if self.count == self.spans else states[self.of_span]
@@ -74,6 +87,10 @@ class SpanPieces:
         rows, counts = x.flatten(1), self.counts
         sums: Tensor = torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True)
         return sums.view(self.spans, *x.shape[1:])
+
+
+def _from_end(x: Tensor) -> Tensor:
+    return x.flip(1).cumsum(1).flip(1)
 
 
 @functools.lru_cache(maxsize=16)

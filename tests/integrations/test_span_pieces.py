@@ -34,6 +34,8 @@ def test_pieces_are_the_rows_of_spans(sizes: list[int], rows: int, data: st.Data
     assert torch.equal(pieces.joined(pieces.cut(x)), x)
     since, whole = pieces.sums(x)
     torch.testing.assert_close(pieces.joined(since), torch.cat([p.cumsum(0) for p in parts]))
+    after = torch.cat([p.sum(0) - p.cumsum(0) for p in parts])
+    torch.testing.assert_close(pieces.joined(pieces.later(x)), after)
     expected = torch.stack([p.sum(0) for p in parts])
     torch.testing.assert_close(whole, expected)
     torch.testing.assert_close(pieces.total(pieces.cut(x).sum(1)), expected)
@@ -41,6 +43,19 @@ def test_pieces_are_the_rows_of_spans(sizes: list[int], rows: int, data: st.Data
     assert torch.equal(pieces.total(pieces.of_states(numbers)[:, None] * 0.0)[:, 0], numbers * 0.0)
     places = pieces.joined(pieces.of_states(numbers)[:, None].expand(-1, pieces.size))
     assert torch.equal(places, numbers.repeat_interleave(torch.tensor(sizes)))
+
+
+@pytest.mark.parametrize("sizes", [[40_000], [39_000, 1000]], ids=str)
+def test_states_of_long_spans_keep_the_digits_of_their_last_rows(sizes: list[int]) -> None:
+    x, writes = torch.rand(sum(sizes), 1, 3), torch.rand(sum(sizes), 1, 3)
+    logs = -2 * torch.rand(sum(sizes), 1)
+    spans = [slice(0, sizes[0]), slice(sizes[0], sum(sizes))][: len(sizes)]
+    found = mamba_states(x, logs, writes, spans)
+    near = slice(sizes[0] - 500, sizes[0])  # earlier rows decay to nothing
+    decays = logs[near].double().flip(0).cumsum(0).flip(0) - logs[near]
+    rows = x[near].double() * decays.exp()[..., None]
+    expected = torch.einsum("thp,thn->hpn", rows, writes[near].double())
+    torch.testing.assert_close(found[0].double(), expected, rtol=2e-6, atol=0)
 
 
 # ---- layers --------------------------------------------------------------------------------------
