@@ -406,7 +406,9 @@ def test_positions_of_three_axes_belong_to_the_rows_of_their_sequences():
         (positions, [0, 6], "rows 0 to 5 are 0 on every axis at the row 2 too"),
         (positions, [0, 1, 6], r"has \[1, 1, 1\] on the axes of the first"),
         (positions[:, 1:], [0, 2, 6], "position_ids has 5 rows in a sample of 6 tokens"),
-        (positions[:2], [0, 2, 6], r"position_ids has shape \(2, 6\)"),
+        (positions[:2], [0, 2, 6], r"\(2, 6\), expected \(length,\), or \(3, length\)"),
+        (positions[None], [0, 2, 6], r"\(1, 3, 6\), expected \(length,\), or \(3, length\)"),
+        (1.5 * positions, [0, 2, 6], r"has 1.5 on one of its axes, expected whole numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             sequences({**sample, "position_ids": given, "cu_seqlens": torch.tensor(bounds)})

@@ -204,13 +204,30 @@ def _rows_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
     if sample.get("position_ids") is not None:
         positions = _tensor("position_ids", sample["position_ids"])
         if positions.shape[:-1] in ((3,), (3, 1)):
-            rows["position_ids"] = positions.long().reshape(3, -1).T.contiguous()
+            rows["position_ids"] = _by_row(positions)
+        elif positions.shape[:-1] not in ((), (1,)):
+            raise ValueError(
+                f"position_ids has shape {tuple(positions.shape)}, expected (length,), or "
+                "(3, length) of time, height and width for multimodal rotary embedding"
+            )
     for name, value in rows.items():
         if len(value) != length:
             raise ValueError(
                 f"{name} has {len(value)} rows in a sample of {length} tokens, expected as many"
             )
     return rows
+
+
+def _by_row(positions: Tensor) -> Tensor:
+    """Positions (length, 3), of (3, length) or (3, 1, length)."""
+    whole = positions.long()
+    if not torch.equal(whole.to(positions.dtype), positions):
+        parts = positions[positions != whole]
+        raise ValueError(
+            f"position_ids has {parts[0].item()} on one of its axes, expected whole numbers: hcp "
+            "turns rows by those"
+        )
+    return whole.reshape(3, -1).T.contiguous()
 
 
 def _check_document(
