@@ -284,7 +284,7 @@ class Mask:
         if not sizes:
             raise ValueError("lengths is empty, expected one part or more")
         length = _expect_length(sum(sizes))
-        table = _core.tree_mask(sizes, parents)
+        table = _core.tree_mask(sizes, _listed(parents))
         sections = _core.read_table(table, _core.TREE_MASK_SECTIONS)
         words, positions = (table[first:end] for first, end, _ in sections)
         runs = zip(positions[::2], positions[1::2], strict=True)

@@ -125,6 +125,10 @@ def test_a_tree_has_the_slices_of_its_parts(tree: Tree) -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+def test_a_tree_takes_tensors() -> None:
+    assert Mask.tree(torch.tensor([3, 4]), torch.tensor([-1, 0])) == Mask.tree([3, 4], [-1, 0])
+
+
 def test_a_tree_shares_what_its_texts_begin_with() -> None:
     """A prompt, two answers, a second turn after the first of them."""
     mask = Mask.tree([3, 2, 2, 1], [-1, 0, 0, 1])
@@ -191,6 +195,7 @@ def test_checksums_differ_by_slices_positions_and_length() -> None:
         (lambda: Mask(4, [((0, 4),)]), r"slices\[0\] is"),
         (lambda: Mask(4, [], [(1, 0)]), r"positions\[0\] is \(1, 0\), expected"),
         (lambda: Mask.tree([2**30, 2**30], [-1, 0]), r"length is 2147483648, expected < 2\^31"),
+        (lambda: Mask.shared_prefix(2**32, [5]), r"length is 4294967301, expected < 2\^31"),
         (lambda: Mask(4, [], [(0, 2**63)]), r"positions\[0\] is \(0, 9.*\), expected .* < 2\^63"),
         (lambda: Mask.tree([2, 2], [-1, 1]), r"parents\[1\] is 1, expected an earlier part"),
         (lambda: Mask.tree([2, 2], [-2, 0]), r"parents\[0\] is -2, expected an earlier part"),
