@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers, warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.experts import warn_of_experts
-from hcp.integrations.gathers import without_reduction
+from hcp.integrations.gathers import micro_batches
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -136,7 +136,7 @@ class ContextParallel:
             self._warned = True
             warn_of_experts(model)
             warn_of_the_barrier(model, step.plan)
-        yield from step.reducing_last(partial(without_reduction, self.accelerator, model))
+        yield from micro_batches(self.accelerator, model, step)
 
     def eval_loader(
         self,

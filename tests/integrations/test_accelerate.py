@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -159,6 +160,47 @@ def test_accelerates_fsdp2_shards_parameters_over_the_domain(reshards):
         assert mean == pytest.approx(alone[1], abs=1e-9)
     assert sum(held for *_, held in three) == alone[2]
     assert max(held for *_, held in three) < alone[2] / 2
+
+
+def leave_a_step(rank, size):
+    """Leave a step of three micro-batches before its last backward, in a loop that goes on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hcp.integrations.gathers import micro_batches
+
+    plugin = Namespace(fsdp_version=2, reshard_after_forward=False)
+    accelerator = Namespace(
+        state=Namespace(fsdp_plugin=plugin), no_sync=lambda model: contextlib.nullcontext()
+    )
+    groups, x = hcp.build_process_groups(dp=size), torch.ones(1, 2)
+    plan = hcp.plan([4] * 6, ranks=size, max_tokens_per_rank=4)
+    samples = [{"tokens": torch.arange(4)} for _ in range(3)]
+    for mode in ("break", "raise", "continue"):
+        step = hcp.dispatch(plan, samples, [0, 1] * 3, groups)
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (size,)),
+            reshard_after_forward=plugin.reshard_after_forward,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        with contextlib.suppress(ZeroDivisionError):
+            for i, _ in enumerate(micro_batches(accelerator, model, step)):
+                if i == 1 and mode == "break":
+                    break
+                if i == 1 and mode == "raise":
+                    raise ZeroDivisionError
+                if i < 2:
+                    model(x).sum().backward()
+        optimizer.step()
+        steps = 2 if mode == "continue" else 1
+        assert model(x).item() == 2 - steps, mode
+
+
+def test_weights_that_stay_gathered_are_those_of_the_optimizer_after_a_step_is_left():
+    run_ranks(2, leave_a_step)
 
 
 @pytest.mark.parametrize(

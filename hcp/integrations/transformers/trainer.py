@@ -23,7 +23,7 @@ from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import causal_lm_samples
-from hcp.integrations.gathers import without_reduction
+from hcp.integrations.gathers import micro_batches
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -204,7 +204,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         total = torch.zeros((), device=self.args.device)
-        for cp, local in inputs.reducing_last(partial(without_reduction, self.accelerator, model)):
+        for cp, local in micro_batches(self.accelerator, model, inputs):
             with self.compute_loss_context_manager():
                 loss = causal_lm_loss(
                     *(model, cp, local),
