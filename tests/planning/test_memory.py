@@ -90,7 +90,7 @@ def test_a_refusal_names_the_buffer() -> None:
         hcp.plan([20], ranks=2, max_tokens_per_rank=64, memory=memory)
     with pytest.raises(ValueError, match=r"takes 170 bytes .* peer_buffer_bytes \(.* is 70\)"):
         hcp.Config(64, memory=memory).validate(ranks=2, longest=20)
-    with pytest.raises(ValueError, match=r"the 160 that exchanges hold"):
+    with pytest.raises(ValueError, match=r"more than the 160 that exchanges hold"):
         hcp.plan([1], ranks=2, max_tokens_per_rank=64, memory=replace(memory, buffer=160))
 
 

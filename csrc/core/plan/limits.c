@@ -141,13 +141,17 @@ static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
                      (long long)limits->field);
   HCP_MEMORY_LIMITS(CHECK_BYTES, memory.)
 #undef CHECK_BYTES
-  if (memory->limit > 0 && hcp__bytes_limit(limits, 1) < 1)
+  if (memory->limit == 0 || hcp__bytes_limit(limits, 1) >= 1) return HCP_OK;
+  if (limits->alignment <= 1)
     return hcp__fail(err, HCP_INVALID,
-                     "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
-                     "that alignment may add and the %lld that exchanges hold (memory.buffer)",
-                     (long long)memory->limit, (long long)padding_bytes(limits, 1),
-                     limits->alignment > 1 ? limits->alignment - 1 : 0, (long long)memory->buffer);
-  return HCP_OK;
+                     "memory.limit is %lld bytes, expected more than the %lld that exchanges hold "
+                     "(memory.buffer)",
+                     (long long)memory->limit, (long long)memory->buffer);
+  return hcp__fail(err, HCP_INVALID,
+                   "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
+                   "that alignment may add and the %lld that exchanges hold (memory.buffer)",
+                   (long long)memory->limit, (long long)padding_bytes(limits, 1),
+                   limits->alignment - 1, (long long)memory->buffer);
 }
 
 static hcp_status check_bounds(const hcp_limits *limits, int32_t n, hcp_error *err) {
