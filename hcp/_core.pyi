@@ -373,6 +373,7 @@ def comm_times(
     key_heads: int,
     packed: bool,
     rows_only: bool,
+    in_place: bool,
     stage_tokens: int,
 ) -> tuple[list[tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p"], int, int]], int]: ...
 def measure_plan(

@@ -145,37 +145,82 @@ static hcp__wide exposed(const priced *g, hcp__wide moved, hcp__wide hidden) {
   return moved > hidden ? moved - hidden : 0;
 }
 
-static hcp__wide ring(const priced *g, moving price, int64_t inner) {
-  int64_t places = g->degree / inner, calls = g->layer->packed ? 1 : g->group->sequences;
-  hcp__wide share = attention_share(g, inner), moved = product(price.keys, g->tokens);
-  moved = product(moved, (hcp__wide)copies_of(g, inner).most * (places - 1));
-  moved = product(moved, (hcp__wide)LAUNCHES * g->degree * inner * g->per_key);
-  hcp__wide hidden = product(share, (hcp__wide)inner * (places - 1));
-  hcp__wide time = sum(product(share, g->degree), exposed(g, moved, hidden));
-  return sum(time, fixed(g, places - 1, (places - 1) * calls));
+/* Attention of the stage of a place's own rows: an even share, or that of its two chunks, which is
+ * more under a window. */
+static hcp__wide own_attention(const priced *g, int64_t inner) {
+  const hcp_cost *cost = &g->plan->cost;
+  int64_t places = g->degree / inner, queries = (g->layer->query_heads + inner - 1) / inner;
+  hcp__wide pairs = 0, even = product(attention_share(g, inner), inner);
+  for (int32_t i = 0; i < g->group->sequences; i++) {
+    int64_t chunk = hcp__tiled(cost, length_at(g, i), places) / (2 * places);
+    pairs = sum(pairs, product(2, hcp__pairs(chunk, g->layer->left, g->layer->right)));
+  }
+  hcp__wide own = product(
+      product(pairs, cost->pair),
+      product((hcp__wide)LAUNCHES * g->degree * g->degree, (hcp__wide)queries * (g->per_key + 1)));
+  return own > even ? own : even;
 }
 
-/* Rows that the busiest rank receives, times the degree: those in the windows of its two chunks. */
-static hcp__wide seen(const priced *g) {
-  hcp__wide rows = 0, sides = (hcp__wide)2 * g->degree;
+/* Rows that the busiest place receives, times the places: those in the windows of its chunks. */
+static hcp__wide seen(const priced *g, int64_t places) {
+  hcp__wide rows = 0, sides = (hcp__wide)2 * places;
   int64_t left = g->layer->left, right = g->layer->right;
   for (int32_t i = 0; i < g->group->sequences; i++) {
-    hcp__wide others = (hcp__wide)length_at(g, i) * (g->degree - 1);
+    hcp__wide others = (hcp__wide)length_at(g, i) * (places - 1);
     hcp__wide most = left < 0 || right < 0 ? others : product((hcp__wide)left + right, sides);
     rows = sum(rows, others < most ? others : most);
   }
   return rows;
 }
 
+/* Owners of a sequence's rows that the busiest place sees: as many on each side as the window has
+ * chunks. */
+static int64_t owners(const priced *g, int32_t i, int64_t places) {
+  int64_t left = g->layer->left, right = g->layer->right;
+  if (left < 0 || right < 0) return places - 1;
+  hcp__wide reach = product(left > right ? left : right, (hcp__wide)2 * places);
+  int64_t chunks = divided(reach, length_at(g, i));
+  return chunks < places / 2 ? 2 * chunks : places - 1;
+}
+
+/* What a ring brings: all rows of others in as many stages, or those that are seen. */
+typedef struct rounds {
+  hcp__wide rows; /* times the places */
+  int64_t stages, calls;
+} rounds;
+
+static rounds rounds_of(const priced *g, int64_t places) {
+  int in_place = g->layer->in_place;
+  rounds found = {in_place ? seen(g, places) : product(g->tokens, places - 1), 0, 0};
+  for (int32_t i = 0; i < g->group->sequences; i++) {
+    int64_t stages = in_place ? owners(g, i, places) : places - 1;
+    found.stages = hcp__most(found.stages, stages);
+    found.calls += stages;
+  }
+  if (g->layer->packed) found.calls = found.stages;
+  return found;
+}
+
+static hcp__wide ring(const priced *g, moving price, int64_t inner) {
+  rounds x = rounds_of(g, g->degree / inner);
+  hcp__wide share = attention_share(g, inner), own = own_attention(g, inner);
+  hcp__wide moved = product(product(price.keys, x.rows), copies_of(g, inner).most);
+  moved = product(moved, (hcp__wide)LAUNCHES * g->degree * inner * g->per_key);
+  hcp__wide hidden = product(share, (hcp__wide)inner * x.stages);
+  if (g->layer->in_place && own > hidden) hidden = own;
+  hcp__wide time = sum(product(share, g->degree), exposed(g, moved, hidden));
+  return sum(time, fixed(g, x.stages, x.calls));
+}
+
 static hcp__wide gather(const priced *g, moving price) {
-  hcp__wide share = attention_share(g, 1), rows = seen(g);
+  hcp__wide share = attention_share(g, 1), rows = seen(g, g->degree);
   hcp__wide moved =
       product(product(price.keys, rows), (hcp__wide)LAUNCHES * g->degree * g->layer->query_heads);
   int64_t stages = 1, most = hcp__least(HCP_SCHEDULE_GATHERS_MAX, g->group->sequences);
   while (stages < most && rows >= product((hcp__wide)(stages + 1) * g->degree, g->stage_tokens))
     stages++;
   int64_t calls = g->layer->packed ? stages : g->group->sequences; /* each is in one stage */
-  hcp__wide time = sum(product(share, g->degree), exposed(g, moved, share));
+  hcp__wide time = sum(product(share, g->degree), exposed(g, moved, own_attention(g, 1)));
   return sum(time, fixed(g, stages, calls));
 }
 

@@ -189,19 +189,19 @@ static PyObject *listed(const hcp_comm_time *times, int32_t count) {
 }
 
 static PyObject *comm_times(PyObject *module, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"plan",      "micro_batch",  "rank",      "left",
-                             "right",     "query_heads",  "key_heads", "packed",
-                             "rows_only", "stage_tokens", NULL};
+  static char *keywords[] = {"plan",      "micro_batch", "rank",         "left",
+                             "right",     "query_heads", "key_heads",    "packed",
+                             "rows_only", "in_place",    "stage_tokens", NULL};
   PyObject *object;
-  int micro_batch, rank, packed, rows_only;
+  int micro_batch, rank, packed, rows_only, in_place;
   long long left, right, stage_tokens;
   hcp_priced_layer layer;
   hcp_comm_time times[HCP_COMM_TIMES_MAX];
   int32_t count, fastest;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiiLLiippL:comm_times", keywords, &object,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiiLLiipppL:comm_times", keywords, &object,
                                    &micro_batch, &rank, &left, &right, &layer.query_heads,
-                                   &layer.key_heads, &packed, &rows_only, &stage_tokens))
+                                   &layer.key_heads, &packed, &rows_only, &in_place, &stage_tokens))
     return NULL;
   const hcp_plan *plan = hcp_py_plan(module, object);
   if (plan == NULL) return NULL;
@@ -209,6 +209,7 @@ static PyObject *comm_times(PyObject *module, PyObject *args, PyObject *kwargs) 
   layer.right = right;
   layer.packed = packed;
   layer.rows_only = rows_only;
+  layer.in_place = in_place;
   if (hcp_comm_times(plan, micro_batch, rank, &layer, stage_tokens, times, &count, &fastest,
                      &err) != HCP_OK)
     return hcp_py_raise(&err);

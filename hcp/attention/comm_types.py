@@ -135,10 +135,12 @@ def choose(
     window: tuple[int, int],
     heads: tuple[int, int],
     packed: bool,
+    in_place: bool,
 ) -> CommChoice:
     """Choose what this rank's group uses. ``window``: FlashAttention's, (-1, 0) being causal.
     ``heads``: the numbers of query and of key-value heads (``NO_HEADS``: keys are latent rows).
-    ``packed``: whether one call of the kernel computes all sequences of a stage, as on GPUs."""
+    ``packed``: whether one call of the kernel computes all sequences of a stage, as on GPUs.
+    ``in_place``: whether ranks read keys where their owners hold them."""
     if comm_type not in CHOSEN:
         inner = layout.degree if comm_type == A2A else 1
         return CommChoice(comm_type, comm_type, inner, "as asked")
@@ -146,13 +148,13 @@ def choose(
         return CommChoice(comm_type, P2P, 1, f"degree {layout.degree}: nothing travels")
     if heads[1] == NO_HEADS and heads[0] > 0:
         check_prices([AUTO], plan.cost)
-        return _fastest(plan, layout, window, (heads[0], 1), packed, rows_only=True)
+        return _fastest(plan, layout, window, (heads[0], 1), packed, in_place, rows_only=True)
     if plan.masks:
         return CommChoice(comm_type, ALL_GATHER, 1, "masks: just the rows that are seen, at once")
     if comm_type == A2A_P2P:
         return _hierarchical(plan, layout, math.prod(sizes[:-1]), heads[0])
     check_prices([AUTO], plan.cost)
-    return _fastest(plan, layout, window, heads, packed)
+    return _fastest(plan, layout, window, heads, packed, in_place)
 
 
 def _hierarchical(plan: Plan, layout: Layout, wish: int, query_heads: int) -> CommChoice:
@@ -174,13 +176,14 @@ def _fastest(
     window: tuple[int, int],
     heads: tuple[int, int],
     packed: bool,
+    in_place: bool,
     rows_only: bool = False,
 ) -> CommChoice:
     """``rows_only``: among the types that send rows, and exchange no heads. csrc/include/hcp/hcp.h
     has the times in words (``hcp_comm_times``)."""
     place = layout.micro_batch, layout.rank
     times, fastest = _core.comm_times(
-        plan.core, *place, *window, *heads, packed, rows_only, STAGE_TOKENS
+        plan.core, *place, *window, *heads, packed, rows_only, in_place, STAGE_TOKENS
     )
     listed = ", ".join(
         f"{name} {inner}: {time}" if name == A2A_P2P else f"{name}: {time}"

@@ -153,14 +153,14 @@ class Schedules:
             layout = self._layout
             given = layout.plan, layout, comm_type, self._sizes, limits[:2], counts
             packed = self._transport.device.type == "cuda"
-            choice = self._choices[key] = comm.choose(*given, packed)
-            self._words[key] = self._schedule(choice.used, choice.inner, limits)
+            group = range(layout.first_rank, layout.first_rank + layout.degree)
+            in_place = read_in_place(self._transport, group)
+            choice = self._choices[key] = comm.choose(*given, packed, in_place)
+            self._words[key] = self._schedule(choice.used, choice.inner, limits, in_place)
         return self._words[key]
 
-    def _schedule(self, comm_type: str, inner: int, limits: VisibleKeys) -> Tensor:
+    def _schedule(self, comm_type: str, inner: int, limits: VisibleKeys, in_place: bool) -> Tensor:
         layout = self._layout
-        group = range(layout.first_rank, layout.first_rank + layout.degree)
-        in_place = read_in_place(self._transport, group)
         header = ScheduleHeader(
             transport=self._transport.key,
             step=self._step,

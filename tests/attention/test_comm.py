@@ -17,6 +17,7 @@ import hcp
 from hcp.attention import comm_types as comm
 from hcp.attention.comm_types import CommChoice
 from hcp.exchange.layout import Layout
+from hcp.exchange.tables import Schedule, ScheduleHeader, schedule_words
 from hcp.planning.cost import PRICES
 
 
@@ -67,8 +68,10 @@ def chosen(
     heads: tuple[int, int] = (8, 2),
     rank: int = 0,
     packed: bool = False,
+    in_place: bool = False,
 ) -> CommChoice:
-    return comm.choose(plan, Layout(plan, 0, rank), comm_type, sizes, window, heads, packed)
+    layout = Layout(plan, 0, rank)
+    return comm.choose(plan, layout, comm_type, sizes, window, heads, packed, in_place)
 
 
 # ---- a2a+p2p -------------------------------------------------------------------------------------
@@ -359,6 +362,63 @@ def test_auto_reads_either_price_of_the_same_links(priced: dict[str, int]) -> No
     choice = chosen(plan_of(4, cost=cost), "auto", heads=(4, 2))
     listed = ", ".join(f"{name}: {time}" for name, time in times.items())
     assert choice == ("auto", "a2a+p2p", 2, f"least time of {listed}")
+
+
+def time_of_p2p(plan: hcp.Plan, window: tuple[int, int], in_place: bool) -> int:
+    why = chosen(plan, "auto", window=window, packed=True, in_place=in_place).why
+    return int(why.partition("p2p: ")[2].partition(",")[0])
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(3, 8),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([(-1, 0), (-1, -1), (0, 0), (1, 0), (0, 3), (7, 2), (40, 0)]),
+)
+def test_a_ring_that_reads_in_place_is_priced_by_what_its_busiest_rank_reads(
+    degree: int, chunks: list[int], window: tuple[int, int]
+) -> None:
+    lengths = [2 * degree * chunk for chunk in chunks]
+    rows_cost = hcp.CostModel(pair=0, token=1, exchange=1, launch=0)
+    stages_cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=0, step=1)
+    rows_plan, stages_plan = (pack_of(degree, lengths, cost) for cost in (rows_cost, stages_cost))
+
+    read = [
+        [stage.key_rows for stage in Schedule(words).stages[1:]]
+        for words in (
+            schedule_words(
+                rows_plan, ScheduleHeader(rank=rank, in_place=True), "p2p", window_size=window
+            )
+            for rank in range(degree)
+        )
+    ]
+    rows = time_of_p2p(rows_plan, window, in_place=True)
+    stages = time_of_p2p(stages_plan, window, in_place=True)
+    most_rows, most_stages = max(map(sum, read)), max(sum(map(bool, each)) for each in read)
+    assert most_rows <= rows <= time_of_p2p(rows_plan, window, in_place=False)
+    assert most_stages <= stages <= degree - 1
+    if min(window) < 0 or max(window) <= min(chunks):
+        assert (most_rows, most_stages) == (rows, stages)
+
+
+def test_auto_prices_a_ring_by_whether_ranks_read_in_place() -> None:
+    cost = hcp.CostModel(pair=0, token=1, exchange=1, launch=0)
+    plan, window = pack_of(4, [64], cost), (3, 0)
+
+    def reasons(groups: Any) -> set[str]:
+        cp = hcp.ContextParallelHandler(
+            plan, 0, groups.transport, comm_types=["auto"], window_sizes=[window], heads=[(8, 2)]
+        )
+        return {choice.why for choice in cp.comm.choices}
+
+    read, sent = (
+        chosen(plan, "auto", window=window, in_place=in_place).why for in_place in (True, False)
+    )
+    assert "p2p: 6," in read
+    assert "p2p: 48," in sent
+    for found in hcp.loopback(4, reasons, sharing=True):
+        assert read in found
+        assert sent not in found
 
 
 DRAWN_PRICES = st.integers(0, 3000)

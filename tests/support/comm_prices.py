@@ -50,11 +50,12 @@ def times(
     heads: tuple[int, int],
     packed: bool,
     rows_only: bool = False,
+    in_place: bool = False,
 ) -> dict[tuple[str, int], Fraction]:
     """The time of each (comm type, neighbours) of this rank's group, in the order in which equal
     ones are preferred."""
     prices = Prices.of(plan.cost, layout.degree > plan.core.ranks_per_node > 0, heads)
-    group = Group(plan.cost, layout.degree, layout.lengths, window, *heads, packed)
+    group = Group(plan.cost, layout.degree, layout.lengths, window, *heads, packed, in_place)
     found = {(ALL_GATHER, 1): group.gather(prices), (P2P, 1): group.ring(prices, 1)}
     inner = inner_sizes(plan, layout, heads[0])
     neighbours = set() if rows_only else {*inner, layout.degree} - {1}
@@ -101,15 +102,15 @@ class Group(NamedTuple):
     query_heads: int
     kv_heads: int
     packed: bool
+    in_place: bool
 
-    def fixed(self, exchanges: int, stages: int) -> Fraction:
+    def fixed(self, exchanges: int, calls: int) -> Fraction:
         """The size-independent cost of the exchanges, and of the kernel's calls in the stages after
         the local one.
 
         A ring's stage is one exchange and, for one sequence, one call: each costs half a ``step``.
         If nobody measured a step, each costs one of about sixteen launches of a layer.
         """
-        calls = stages if self.packed else stages * len(self.lengths)
         step = self.cost.step or Fraction(self.cost.launch, LAUNCHES // 2)
         return Fraction(exchanges + calls) * step / 2
 
@@ -124,21 +125,29 @@ class Group(NamedTuple):
         """Attention in a ring of n places, and the part of the exchanges that it does not hide."""
         attention, places = self.attention(inner), self.degree // inner
         share = Fraction(max(map(len, self._keys(inner))), self.kv_heads)
-        rows = Fraction(sum(self.lengths)) * Fraction(places - 1, places)
-        hidden = attention * (places - 1) / places if self.cost.overlap else Fraction(0)
-        moved = max(Fraction(0), prices.keys * share * rows - hidden)
-        return attention + moved + self.fixed(places - 1, places - 1)
+        if self.in_place:
+            rows = sum(self._seen(length, places) for length in self.lengths)
+            stages = [self._owners(length, places) for length in self.lengths]
+        else:
+            rows = Fraction(sum(self.lengths)) * Fraction(places - 1, places)
+            stages = [places - 1] * len(self.lengths)
+        hidden = attention * max(stages) / places
+        if self.in_place:
+            hidden = max(hidden, self.own(inner))
+        exposed = self._exposed(prices.keys * share * rows, hidden)
+        return attention + exposed + self.fixed(max(stages), self._calls(stages))
 
     def gather(self, prices: Prices) -> Fraction:
         """Attention under "all_gather", and the part of the exchanges that its local stage does not
         hide."""
         attention = self.attention(1)
-        rows = sum(self._seen(length) for length in self.lengths)
-        hidden = attention / self.degree if self.cost.overlap else Fraction(0)
-        exposed = max(Fraction(0), prices.keys * rows - hidden)
+        rows = sum(self._seen(length, self.degree) for length in self.lengths)
+        exposed = self._exposed(prices.keys * rows, self.own(1))
         stages = max(1, min(int(rows) // STAGE_TOKENS, _core.GATHERS_MAX, len(self.lengths)))
         # A sequence meets its keys in one of the stages.
-        return attention + exposed + self.fixed(stages, stages if self.packed else 1)
+        return (
+            attention + exposed + self.fixed(stages, stages if self.packed else len(self.lengths))
+        )
 
     def head_exchange(self, prices: Prices, inner: int) -> Fraction:
         """Exchanging a rank's rows for heads and back, without the rank's own share."""
@@ -147,9 +156,37 @@ class Group(NamedTuple):
         moved = prices.element * (self.query_heads + copies) * rows * Fraction(inner - 1, inner)
         return moved + self.fixed(2, 0)
 
-    def _seen(self, length: int) -> Fraction:
-        """Rows that the busiest rank receives: those in the windows of its two chunks."""
-        others = length - Fraction(length, self.degree)
+    def own(self, inner: int) -> Fraction:
+        """Attention of a place's own rows: an even share, or that of its two chunks, which a window
+        may make more."""
+        places = self.degree // inner
+        chunks = (self._tiled(length, inner) // (2 * places) for length in self.lengths)
+        pairs = 2 * sum(pairs_of(chunk, self.window) for chunk in chunks)
+        most = -(-self.query_heads // inner)
+        alone = Fraction(self.cost.pair * pairs * most, self.query_heads)
+        return max(self.attention(inner) / places, alone)
+
+    def _exposed(self, moved: Fraction, hidden: Fraction) -> Fraction:
+        return max(Fraction(0), moved - hidden) if self.cost.overlap else moved
+
+    def _calls(self, stages: list[int]) -> int:
+        return max(stages) if self.packed else sum(stages)
+
+    def _owners(self, length: int, places: int) -> int:
+        """The others whose chunks the windows of the busiest place reach."""
+        if min(self.window) < 0:
+            return places - 1
+        reach = math.ceil(Fraction(max(self.window) * 2 * places, length))
+        chunks = range(2 * places)
+        held = [{j, 2 * places - 1 - j} for j in range(places)]
+        return max(
+            len({min(c, 2 * places - 1 - c) for c in chunks if near(c, own, reach)} - own)
+            for own in held
+        )
+
+    def _seen(self, length: int, places: int) -> Fraction:
+        """Rows that the busiest place receives: those in the windows of its two chunks."""
+        others = length - Fraction(length, places)
         left, right = self.window
         if left < 0 or right < 0:
             return others
@@ -165,6 +202,10 @@ class Group(NamedTuple):
         """A sequence's tokens when every chunk is rounded up to whole tiles."""
         chunk = 2 * (self.degree // inner) * max(1, self.cost.tile)
         return length if self.cost.tile <= 1 else -(-length // chunk) * chunk
+
+
+def near(chunk: int, own: set[int], reach: int) -> bool:
+    return any(abs(chunk - mine) <= reach for mine in own)
 
 
 def pairs_of(length: int, window: tuple[int, int]) -> int:

@@ -934,6 +934,7 @@ typedef struct hcp_priced_layer {
   int32_t key_heads; /* of which query_heads is a multiple */
   int32_t packed; /* 1: one call of the kernel computes all sequences of a stage */
   int32_t rows_only; /* 1: rows have no heads to exchange, as latent ones */
+  int32_t in_place; /* 1: ranks read keys where their owners hold them */
 } hcp_priced_layer;
 
 /* A comm type that a group may use, and its time in the unit of the prices, rounded up. */
@@ -963,16 +964,21 @@ hcp_status hcp_comm_inner(const hcp_plan *plan, int32_t micro_batch, int32_t ran
  *                 whose 2 n chunks are rounded up to tiles
  *   ring(m)       attention(m) + [keys * k / G * N * (n - 1) / n - attention(m) * (n - 1) / n]
  *                 + fixed(n - 1, n - 1), k: most key heads of a neighbour
- *   gather        attention(1) + [keys * seen - attention(1) / d] + fixed(stages, stages). Of
- *                 each sequence of L tokens L - L / d rows are seen, at most 2 (left + right). A
- *                 stage is stage_tokens of them, with limits as in hcp_schedule_create
+ *   read(m)       attention(m) + [keys * k / G * seen(n) - max(own(m), attention(m) * s / n)]
+ *                 + fixed(s, s), the ring of ranks that read in_place: of each sequence s of n - 1
+ *                 owners, at most 2 for each chunk that the longer of left and right reaches
+ *   gather        attention(1) + [keys * seen(d) - own(1)] + fixed(stages, stages). A stage is
+ *                 stage_tokens of the rows that are seen, with limits as in hcp_schedule_create
+ *   seen(n)       of each sequence of L tokens L - L / n rows, at most 2 (left + right)
+ *   own(m)        attention(m) / n, or that of a place's two chunks, if a window makes it more
  *   heads(m)      element * (H + K) * N / d * (m - 1) / m + fixed(2, 0), K: key heads of all
  *                 neighbours together, who may have copies
  *   fixed(e, c)   step / 2 for each of e exchanges and c calls of the kernel. S calls instead of
  *                 one if it is not packed, but S in all the stages of a gather. Without a price of
  *                 step it is launch / 8
  *
- *   ALL_GATHER gather, P2P ring(1), A2A ring(d) + heads(d), A2A_P2P ring(m) + heads(m)
+ *   ALL_GATHER gather, P2P ring(1), A2A ring(d) + heads(d), A2A_P2P ring(m) + heads(m), with
+ *   read(m) for ring(m) in_place
  *
  * [x - hidden] is x without overlap, and max(0, x - hidden) with it. keys is exchange, and element
  * all_to_all / (H + G); where one of the two is 0, it follows from the other: keys / G = element.
