@@ -91,6 +91,16 @@ static hcp_status polish(const hcp__problem *p, int32_t effort, int32_t share, i
   return status;
 }
 
+static hcp_status arrange(best *b, hcp_error *err) {
+  hcp__search s = {.p = b->p, .best = b->draft, .makespan = b->makespan};
+  if (is_near(b, NEAR)) return HCP_OK;
+  hcp_status status = hcp__draft_init(&s.draft, b->p->n, err);
+  if (status == HCP_OK) status = hcp__arrange(&s, err);
+  hcp__draft_release(&s.draft);
+  b->makespan = s.makespan;
+  return status;
+}
+
 /* ---- a stricter request ---- */
 
 /* Finds a plan of the stricter problem: a search in few attempts. */
@@ -345,6 +355,7 @@ static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *dra
   }
   if (status == HCP_OK) status = polish_best(&b, err);
   if (status == HCP_OK) status = try_waiting(&b, err);
+  if (status == HCP_OK) status = arrange(&b, err);
   *makespan = b.makespan;
   return status;
 }

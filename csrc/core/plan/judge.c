@@ -7,40 +7,37 @@ typedef hcp__search search;
 
 /* ---- makespan ---- */
 
-/* a + b for a and b up to INT64_MAX / 2, which is too late for any plan. */
-static int64_t later(int64_t a, int64_t b) { return hcp__least(INT64_MAX / 2, a + b); }
-
-/* A rank, and the first micro-batch that it has not run yet. */
-typedef struct rank {
-  int64_t free_from;
-  int32_t next;
-} rank;
-
-static int64_t start_of(const hcp_group *group, int32_t m, const hcp__problem *p, rank *ranks) {
+int64_t hcp__start_of(const hcp_group *group, int32_t m, const hcp__problem *p,
+                      const hcp__rank *ranks) {
   int64_t start = 0;
   for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++) {
     int64_t idle = hcp__launches(p->limits, p->cost, r, m - ranks[r].next);
-    start = hcp__most(start, later(ranks[r].free_from, idle));
+    start = hcp__most(start, hcp__later(ranks[r].free_from, idle));
   }
   return start;
 }
 
-static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, rank *ranks) {
+void hcp__run_until(const hcp_group *group, int32_t m, int64_t end, hcp__rank *ranks) {
+  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+    ranks[r] = (hcp__rank){end, m + 1};
+}
+
+static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, hcp__rank *ranks) {
   int64_t last = 0;
   int32_t count = draft->micro_batch_count;
   for (int32_t m = 0; m < count && last < INT64_MAX / 2; m++) {
     const hcp_micro_batch *batch = &draft->micro_batches[m];
     for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
       const hcp_group *group = &draft->groups[g];
-      int64_t end = later(start_of(group, m, p, ranks), hcp__group_time(draft, p, group));
-      for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
-        ranks[r] = (rank){end, m + 1};
+      int64_t start = hcp__start_of(group, m, p, ranks);
+      int64_t end = hcp__later(start, hcp__group_time(draft, p, group));
+      hcp__run_until(group, m, end, ranks);
       last = hcp__most(last, end);
     }
   }
   for (int32_t r = 0; r < p->limits->ranks; r++) {
     int64_t idle = hcp__launches(p->limits, p->cost, r, count - ranks[r].next);
-    last = hcp__most(last, later(ranks[r].free_from, idle));
+    last = hcp__most(last, hcp__later(ranks[r].free_from, idle));
   }
   return last;
 }
@@ -66,7 +63,7 @@ hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     result = lockstep(draft, p);
   } else {
-    rank *ranks = calloc((size_t)p->limits->ranks, sizeof *ranks);
+    hcp__rank *ranks = calloc((size_t)p->limits->ranks, sizeof *ranks);
     if (ranks == NULL)
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", p->limits->ranks);
     result = stepwise(draft, p, ranks);

@@ -380,6 +380,20 @@ typedef struct hcp__search {
 hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
                          hcp_error *err);
 
+/* A rank on the way through a plan whose ranks meet at the end of the step. */
+typedef struct hcp__rank {
+  int64_t free_from;
+  int32_t next; /* the first micro-batch that it has not run yet */
+} hcp__rank;
+
+/* When a group of micro-batch m may start on its ranks. */
+int64_t hcp__start_of(const hcp_group *group, int32_t m, const hcp__problem *problem,
+                      const hcp__rank *ranks);
+/* Its ranks, once it has ended. */
+void hcp__run_until(const hcp_group *group, int32_t m, int64_t end, hcp__rank *ranks);
+/* a + b for a and b up to INT64_MAX / 2, which is too late for any plan. */
+static inline int64_t hcp__later(int64_t a, int64_t b) { return hcp__least(INT64_MAX / 2, a + b); }
+
 /* Keeps the draft if it is better than the best. */
 hcp_status hcp__search_judge(hcp__search *search, hcp_error *err);
 /* Judges the blocks, which name their micro-batches: gives them ranks first. */
@@ -395,6 +409,9 @@ hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t n
 
 /* Balances the ranks that end the best plan with groups of their own (balance.c). */
 hcp_status hcp__balance(hcp__search *search, hcp_error *err);
+
+/* Groups of the best plan change places, where ranks meet at the end of the step (arrange.c). */
+hcp_status hcp__arrange(hcp__search *search, hcp_error *err);
 
 /* Divides n times among ranks that are busy already, so that all end most nearly together.
  * 0: out of memory. */
