@@ -29,7 +29,8 @@ UNIT = 2.0**-30
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     ranks, capacity = draw(st.integers(1, 80)), draw(st.integers(20, 2000))
-    most = max(1, min(4, ranks) * (capacity - 2))
+    widest = min(4, 1 << ranks.bit_length() - 1)  # a power of two
+    most = max(1, widest * (capacity - 2))
     request: dict[str, Any] = {
         "lengths": draw(st.lists(st.integers(1, most), min_size=1, max_size=24)),
         "ranks": ranks,

@@ -18,6 +18,7 @@ typedef struct arrangement {
   hcp__draft *to;
   hcp__rank *ranks;
   entry *places, *groups; /* of a micro-batch */
+  int32_t *taker;         /* of each of its places: the group that goes there */
   int32_t sequences; /* so far */
 } arrangement;
 
@@ -51,10 +52,9 @@ static void arrange(arrangement *a, int32_t m, const hcp_micro_batch *from) {
   }
   qsort(a->places, (size_t)from->groups, sizeof *a->places, in_order);
   qsort(a->groups, (size_t)from->groups, sizeof *a->groups, in_order);
-  for (int32_t g = 0; g < from->groups; g++) {
-    int32_t place = a->places[g].group;
-    put(a, m, &groups[place], &groups[a->groups[g].group], &a->to->groups[to->first_group + place]);
-  }
+  for (int32_t g = 0; g < from->groups; g++) a->taker[a->places[g].group] = a->groups[g].group;
+  for (int32_t g = 0; g < from->groups; g++)
+    put(a, m, &groups[g], &groups[a->taker[g]], &a->to->groups[to->first_group + g]);
   a->to->group_count += from->groups;
 }
 
@@ -74,7 +74,8 @@ hcp_status hcp__arrange(hcp__search *s, hcp_error *err) {
   arrangement a = {.p = s->p};
   a.ranks = malloc((size_t)limits->ranks * sizeof *a.ranks);
   a.places = malloc(2 * (size_t)limits->ranks * sizeof *a.places);
-  if (a.ranks == NULL || a.places == NULL)
+  a.taker = malloc((size_t)limits->ranks * sizeof *a.taker);
+  if (a.ranks == NULL || a.places == NULL || a.taker == NULL)
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", limits->ranks);
   for (int32_t way = 0; way < 2 && status == HCP_OK; way++) {
     a.groups = a.places + limits->ranks;
@@ -83,6 +84,7 @@ hcp_status hcp__arrange(hcp__search *s, hcp_error *err) {
     arrange_all(&a, way);
     status = hcp__search_judge(s, err);
   }
+  free(a.taker);
   free(a.places);
   free(a.ranks);
   return status;
