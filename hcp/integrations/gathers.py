@@ -27,10 +27,7 @@ def micro_batches(
     resharded after the step, also where a loop leaves it before the last backward: what the
     optimizer then changes would not reach weights that are still gathered.
     """
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    version = getattr(plugin, "fsdp_version", 1)
-    stays = version == 2 and getattr(plugin, "reshard_after_forward", True) is False
-    modules = _sharded(model) if stays else []
+    modules = _sharded(model) if weights_stay(accelerator) else []
 
     @contextlib.contextmanager
     def before_the_last() -> Iterator[None]:
@@ -42,6 +39,13 @@ def micro_batches(
     finally:
         for module in modules:
             module.reshard()
+
+
+def weights_stay(accelerator: Any) -> bool:
+    """Whether the Accelerator's FSDP2 does not reshard after forward."""
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    version = getattr(plugin, "fsdp_version", 1)
+    return version == 2 and getattr(plugin, "reshard_after_forward", True) is False
 
 
 def _sharded(model: nn.Module) -> list[Any]:

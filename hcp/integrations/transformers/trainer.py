@@ -23,7 +23,7 @@ from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import causal_lm_samples
-from hcp.integrations.gathers import micro_batches
+from hcp.integrations.gathers import micro_batches, weights_stay
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -129,6 +129,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         self.cp_groups = domain(groups, self.args.world_size, self.args.device)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
+        self._weights_stay = weights_stay(self.accelerator)
         self.linear_cross_entropy = linear_cross_entropy
         if self.router_aux_loss_coef:
             check_routers(self.model)
@@ -204,7 +205,12 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         total = torch.zeros((), device=self.args.device)
-        for cp, local in micro_batches(self.accelerator, model, inputs):
+        each = (
+            micro_batches(self.accelerator, model, inputs)
+            if self._weights_stay
+            else inputs.reducing_last(partial(self.accelerator.no_sync, model))
+        )
+        for cp, local in each:
             with self.compute_loss_context_manager():
                 loss = causal_lm_loss(
                     *(model, cp, local),
