@@ -787,8 +787,7 @@ static PyMethodDef plan_methods[] = {
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
     {"scan_price", plan_scan_price, METH_VARARGS,
      "(states, heads): what a recurrent layer costs the busiest rank where states travel, and "
-     "where "
-     "rows do, in bytes."},
+     "where rows do, in bytes."},
     {"cross", (PyCFunction)(void (*)(void))plan_cross, METH_VARARGS | METH_KEYWORDS,
      "Keys of another plan's micro-batch for the queries of this one's, as words of a table."},
     {NULL, NULL, 0, NULL}};
