@@ -8,7 +8,7 @@ One Qwen3 with random weights, FSDP2, bfloat16, AdamW, in processes of its own f
 in turns for --rounds. All train on the same lengths; the first --warm steps do not count.
 
     packing  TRL alone: packs of --longest tokens, no token of which sees another document
-             (FlashAttention's varlen on GPUs, the package flash-attn; on CPUs TRL pads)
+             (FlashAttention's varlen on GPUs, by flash-attn-4 or else flash-attn; on CPUs TRL pads)
     cp       TRL with Accelerate's ParallelismConfig(cp_size=ranks): one padded sequence at a time.
              On GPUs alone, and from 2 ranks on
     static   hcp, one degree for all
@@ -216,7 +216,7 @@ def by_trl(
         more |= {"parallelism_config": ParallelismConfig(cp_size=ranks)}
         more |= {"pad_to_multiple_of": 2 * ranks}
     return trl.SFTTrainer(
-        model_of(config, "flash_attention_2" if packs else "sdpa"),
+        model_of(config, varlen_attention() if packs else "sdpa"),
         options(args.device, max_steps=args.steps, max_length=args.longest, **more),
         train_dataset=dataset,
         processing_class=tokenizer(),
@@ -230,11 +230,18 @@ def real_tokens(trainer: Any, ranks: int, *, with_cp: bool) -> float:
     return float(tokens * trainer.args.per_device_train_batch_size * (1 if with_cp else ranks))
 
 
+def varlen_attention() -> str:
+    """The newest FlashAttention that is installed, by its name in Transformers."""
+    from transformers.utils.import_utils import is_flash_attn_4_available
+
+    return "flash_attention_4" if is_flash_attn_4_available() else "flash_attention_2"
+
+
 def model_of(config: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    dtype = torch.float32 if attention == "sdpa" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.float()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,20 +171,25 @@ def run(contestant: str, ranks: int, deadline: float) -> Measured | str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     program = str(Path(sys.argv[0]).resolve())
     asked = [*command, str(ranks), program, *sys.argv[1:], "--contestant", contestant]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=deadline, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not done after {deadline:g} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not lines:
-        return _reason(done.stderr)
+    with subprocess.Popen(
+        asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
+        try:
+            said, errors = started.communicate(timeout=deadline)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)  # torchrun's ranks too
+            return f"not done after {deadline:g} s"
+    lines = [line for line in said.splitlines() if line.startswith(MARK)]
+    if started.returncode or not lines:
+        return _reason(errors)
     return Measured(**json.loads(lines[-1].removeprefix(MARK)))
 
 
 def _reason(errors: str) -> str:
-    """The last line that names an error."""
-    named = [line for line in errors.splitlines() if "Error" in line and "ChildFailed" not in line]
-    return (named or ["it ended without a result"])[0].strip()[-300:]
+    """The first line that says an error, else the last one."""
+    lines = errors.strip().splitlines() or ["it ended without a result"]
+    named = [line for line in lines if re.search(r"\b\w+Error: ", line)]
+    return (named or lines[-1:])[0].strip()[-500:]
 
 
 def add_arguments(parser: argparse.ArgumentParser, model: tuple[str, str]) -> None:

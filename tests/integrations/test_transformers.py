@@ -1911,6 +1911,41 @@ def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
         assert warning.startswith("hcp: the plan lets ranks wait at the end of a step only")
 
 
+def losses_and_gradients(rank, size, sharded):
+    """Of one micro-batch, by a head that computes losses. Sharded: as Accelerate does from 1.15 on,
+    with a unit for the head, and what units return is rounded to bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from hcp.integrations.transformers import (
+        causal_lm_losses,
+        causal_lm_sample,
+        register_hcp_attention,
+    )
+
+    model = build("llama").train()
+    register_hcp_attention(model)
+    if sharded:
+        policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+        fully_shard(model.lm_head, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    plan = hcp.plan([21], ranks=size, max_tokens_per_rank=24 // size, sync="micro_batch")
+    samples = [causal_lm_sample(sample) for sample in documents([21])] if rank == 0 else []
+    ((cp, local),) = hcp.dispatch(plan, samples, [0], hcp.build_process_groups())
+    losses = causal_lm_losses(model, cp, local, linear_cross_entropy=True)
+    cp.loss(losses, local.loss_mask, grad_reduce="mean").backward()
+    grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+    return cp.combine(losses.detach()), grads
+
+
+@needs_linear_cross_entropy
+def test_losses_of_a_head_that_fsdp2_shards_are_not_rounded_to_what_it_returns():
+    alone, expected = run_ranks(1, losses_and_gradients, False)[0]
+    two = run_ranks(2, losses_and_gradients, True)
+    torch.testing.assert_close(two[0][0], alone, atol=1e-5, rtol=0)  # that has the sample
+    for _, grads in two:
+        torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-5)
+
+
 SHARDED = {
     "fsdp": True,
     # Transformers before 5.12 takes FSDP1 where no version is named.

@@ -78,8 +78,14 @@ def causal_lm_losses(
     """
     if not linear_cross_entropy:
         return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
-    with _losses_for_logits(model, cp.at_least_one_row(local.labels)):
-        return causal_lm_logits(model, cp, local, inputs).squeeze(-1)
+    with _losses_for_logits(model, cp.at_least_one_row(local.labels)) as made:
+        found = causal_lm_logits(model, cp, local, inputs).squeeze(-1)
+    (losses,) = made
+    if found.dtype == losses.dtype:
+        return found
+    # FSDP2 rounds what a module returns to its policy's output_dtype. The losses are those before,
+    # and the graph still has what FSDP2 put hooks on: its gradient is zero.
+    return torch.where(torch.ones_like(found, dtype=torch.bool), losses[0, : cp.rows, 0], found)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -107,33 +113,41 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 
 @contextlib.contextmanager
-def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[None]:
-    """Inside this context, a model's logits are its rows' losses, (1, T, 1). `labels`: (T,).
+def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
+    """Inside this context, a model's logits are its rows' losses, (1, T, 1), in the type that FSDP2
+    lets modules return. Yields a list that gets the losses themselves. `labels`: (T,).
 
     The head computes them itself: its weight is whole while it is called, also under FSDP.
     """
     model = _unwrapped(model)
-    head, losses = linear_head(model), labels.new_empty(0)
+    head = linear_head(model)
+    made: list[Tensor] = []
+    returned: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        nonlocal losses
-        losses = losses_of_hidden(hidden[0], head.weight, labels, head.bias)[None, :, None]
+        rows = losses_of_hidden(hidden[0], head.weight, labels, head.bias)
+        losses = rows[None, :, None].clone()  # FSDP2 warns of views
+        made[:] = [losses]
         return losses
 
+    def keep(head: nn.Module, given: object, output: Tensor) -> None:
+        returned[:] = [output]
+
     def check(model: nn.Module, given: object, output: Any) -> None:
-        if output.logits is not losses:
+        if output.logits is not returned[0]:
             raise ValueError(
                 f"{type(model).__name__} changes what its head returns, such as by a scale or a "
                 "cap of logits, expected a model that does not: linear_cross_entropy=False"
             )
 
-    hook = model.register_forward_hook(check, prepend=True)
+    hooks = head.register_forward_hook(keep), model.register_forward_hook(check, prepend=True)
     head.forward = forward  # type: ignore[assignment, method-assign]
     try:
-        yield
+        yield made
     finally:
         del head.forward
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def causal_lm_loss(
