@@ -168,13 +168,14 @@ def data(args: argparse.Namespace, config: Any) -> Any:
     return samples([args.tokens] * args.steps, config.vocab_size, seed=1)
 
 
-def model_of(config: Any, attention: str) -> Any:
+def model_of(config: Any, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
-    )
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
 
 
 def by_hcp(args: argparse.Namespace, measured: Measured) -> Any:
@@ -185,7 +186,7 @@ def by_hcp(args: argparse.Namespace, measured: Measured) -> Any:
     found = chosen(args, config, args.ranks)
     measured.predicted_seconds = found.seconds
     measured.predicted_gib = found.device_bytes / GIB
-    model = model_of(config, "sdpa")
+    model = model_of(config, args.device)
     memory.apply(model, found.choice)
     return SFTTrainer(
         model,
@@ -228,7 +229,7 @@ def by_trl(args: argparse.Namespace, measured: Measured) -> Any:
             "activation_offloading": args.trl_offload,
         }
     return trl.SFTTrainer(
-        model_of(config, "sdpa"),
+        model_of(config, args.device),
         options(args.device, max_steps=args.steps, max_length=args.tokens, **more),
         train_dataset=data(args, config),
         processing_class=tokenizer(),

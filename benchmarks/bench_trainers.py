@@ -59,7 +59,7 @@ DEFAULTS = {
     "warm": (1, 10),
     "sequences": (4, 64),
     "longest": (128, 32_768),
-    "rows": (128, 16_384),
+    "rows": (128, 32_768),
 }
 
 
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--sequences", type=int, help="of a step (CPU: 4, CUDA: 64)")
     parser.add_argument("--longest", type=int, help="tokens of one (CPU: 128, CUDA: 32768)")
-    parser.add_argument("--rows", type=int, help="that a rank holds (CPU: 128, CUDA: 16384)")
+    parser.add_argument("--rows", type=int, help="that a rank holds (CPU: 128, CUDA: 32768)")
     return filled(parser.parse_args(), DEFAULTS)
 
 
@@ -190,7 +190,7 @@ def by_hcp(args: argparse.Namespace, config: Any, dataset: Any, *, dynamic: bool
     from hcp.integrations.trl import SFTTrainer
 
     return SFTTrainer(
-        model_of(config, "sdpa"),
+        model_of(config, "sdpa", args.device),
         options(args.device, max_steps=args.steps, max_length=args.longest),
         train_dataset=dataset,
         processing_class=tokenizer(),
@@ -216,7 +216,7 @@ def by_trl(
         more |= {"parallelism_config": ParallelismConfig(cp_size=ranks)}
         more |= {"pad_to_multiple_of": 2 * ranks}
     return trl.SFTTrainer(
-        model_of(config, varlen_attention() if packs else "sdpa"),
+        model_of(config, varlen_attention() if packs else "sdpa", args.device),
         options(args.device, max_steps=args.steps, max_length=args.longest, **more),
         train_dataset=dataset,
         processing_class=tokenizer(),
@@ -237,13 +237,14 @@ def varlen_attention() -> str:
     return "flash_attention_4" if is_flash_attn_4_available() else "flash_attention_2"
 
 
-def model_of(config: Any, attention: str) -> Any:
+def model_of(config: Any, attention: str, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     dtype = torch.float32 if attention == "sdpa" else torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    return model.float()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return model.float()
 
 
 if __name__ == "__main__":
