@@ -311,6 +311,24 @@ static int64_t price_of_way(const hcp_plan *plan, const hcp_group *group, const 
   return hcp__sum(moved, product(rounds, layer->round_bytes));
 }
 
+/* What the states of a layer cost the busiest rank, by each way. */
+typedef struct way_costs {
+  int64_t gathered, by_rounds;
+} way_costs;
+
+static hcp_status price_ways(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             const hcp_scanned *layer, way_costs *costs, hcp_error *err) {
+  hcp_states_rows rows;
+  *costs = (way_costs){0, 0};
+  hcp_status status = hcp_states_measure(plan, micro_batch, rank, &rows, err);
+  if (status != HCP_OK) return status;
+  const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
+  if (group == NULL || group->degree < 2) return HCP_OK;
+  costs->gathered = price_of_way(plan, group, layer, rows.gathered, 1);
+  costs->by_rounds = price_of_way(plan, group, layer, rows.by_rounds, rows.rounds);
+  return HCP_OK;
+}
+
 static int64_t price_of_heads(const hcp_plan *plan, const hcp_group *group,
                               const hcp_scanned *layer) {
   int64_t degree = group->degree, tokens = hcp__group_tokens(plan, group);
@@ -320,7 +338,7 @@ static int64_t price_of_heads(const hcp_plan *plan, const hcp_group *group,
 
 hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                           const hcp_scanned *layer, hcp_scan_costs *costs, hcp_error *err) {
-  hcp_states_rows rows;
+  way_costs ways;
   if (layer->row_bytes < 0 || layer->state_bytes < 0 || layer->row_work < 0 ||
       layer->round_bytes < 0 || layer->exchanges < 0)
     return hcp__fail(err, HCP_INVALID,
@@ -328,17 +346,29 @@ hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t ran
                      "exchanges %d, expected none below 0",
                      (long long)layer->row_bytes, (long long)layer->state_bytes,
                      (long long)layer->row_work, (long long)layer->round_bytes, layer->exchanges);
-  hcp_status status = hcp_states_measure(plan, micro_batch, rank, &rows, err);
+  hcp_status status = price_ways(plan, micro_batch, rank, layer, &ways, err);
   if (status != HCP_OK) return status;
   const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
   *costs = (hcp_scan_costs){0, 0};
   if (group == NULL || group->degree < 2) return HCP_OK;
-  int64_t gathered = price_of_way(plan, group, layer, rows.gathered, 1);
-  int64_t by_rounds = price_of_way(plan, group, layer, rows.by_rounds, rows.rounds);
   int64_t work = product(most_rows(plan, group), layer->row_work);
-  costs->states = hcp__sum(hcp__least(gathered, by_rounds), work);
+  costs->states = hcp__sum(hcp__least(ways.gathered, ways.by_rounds), work);
   costs->heads = price_of_heads(plan, group, layer);
   return HCP_OK;
+}
+
+hcp_status hcp_states_choose(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             int64_t state_bytes, int64_t round_bytes, int32_t *by_rounds,
+                             hcp_error *err) {
+  hcp_scanned layer = {.state_bytes = state_bytes, .round_bytes = round_bytes};
+  way_costs ways;
+  if (state_bytes < 0 || round_bytes < 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "state_bytes is %lld and round_bytes %lld, expected none below 0",
+                     (long long)state_bytes, (long long)round_bytes);
+  hcp_status status = price_ways(plan, micro_batch, rank, &layer, &ways, err);
+  if (status == HCP_OK) *by_rounds = ways.by_rounds < ways.gathered;
+  return status;
 }
 
 /* ---- one path ---- */

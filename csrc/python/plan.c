@@ -690,6 +690,24 @@ static PyObject *plan_states_rows(PyObject *self, PyObject *args, PyObject *kwar
                        (int)rows.rounds);
 }
 
+/* (micro_batch, rank, state_bytes, round_bytes) */
+static PyObject *plan_states_by_rounds(PyObject *self, PyObject *args) {
+  PyObject *place[2], *sizes[2];
+  int32_t micro_batch, rank, by_rounds;
+  int64_t state_bytes, round_bytes;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OOOO:states_by_rounds", &place[0], &place[1], &sizes[0],
+                        &sizes[1]) ||
+      place_from(place, &micro_batch, &rank) < 0 ||
+      hcp_py_int64(sizes[0], "state_bytes", &state_bytes) < 0 ||
+      hcp_py_int64(sizes[1], "round_bytes", &round_bytes) < 0)
+    return NULL;
+  HCP_PY_WITHOUT_GIL(self, status,
+                     hcp_states_choose(plan_of(self), micro_batch, rank, state_bytes, round_bytes,
+                                       &by_rounds, &err));
+  return status == HCP_OK ? PyBool_FromLong(by_rounds) : hcp_py_raise(&err);
+}
+
 /* (micro_batch, rank, row_bytes, state_bytes, row_work, round_bytes, exchanges) */
 static PyObject *plan_scan_price(PyObject *self, PyObject *args) {
   PyObject *place[2], *sizes[4], *exchanges;
@@ -785,6 +803,8 @@ static PyMethodDef plan_methods[] = {
      "How states of a micro-batch get from rank to rank, as words of a table."},
     {"states_rows", (PyCFunction)(void (*)(void))plan_states_rows, METH_VARARGS | METH_KEYWORDS,
      "(gathered, by_rounds, rounds): rows that the busiest rank gets from others."},
+    {"states_by_rounds", plan_states_by_rounds, METH_VARARGS,
+     "Whether states of so many bytes cost less by rounds than gathered."},
     {"scan_price", plan_scan_price, METH_VARARGS,
      "(states, heads): what a recurrent layer costs the busiest rank where states travel, and "
      "where rows do, in bytes."},

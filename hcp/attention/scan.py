@@ -98,8 +98,8 @@ class Scan(HandlerPart):
         ``transition``.
 
         Computed in float32 or wider. Ranks exchange states only, however long their rows are: all
-        at once, or in rounds that double the spans which a state covers, whichever costs fewer
-        bytes. Every rank of the group calls it, those without rows too.
+        at once, or in rounds that double the spans which a state covers, whichever costs less by
+        the plan's prices of links. Every rank of the group calls it, those without rows too.
 
         Args:
             states: (N, ...), at the end of each of this rank's N spans.

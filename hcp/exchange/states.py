@@ -35,22 +35,19 @@ class StatePasses:
 
     def __init__(self, layout: Layout) -> None:
         self._core, self._place = layout.plan.core, (layout.micro_batch, layout.rank)
-        gathered, by_rounds, rounds = self._core.states_rows(*self._place)
-        self._ways = {False: (gathered, 1), True: (by_rounds, rounds)}
+        self._chosen: dict[int, bool] = {}
         self._made: dict[bool, StateTable] = {}
 
     def choose(self, row_bytes: int) -> StateTable:
-        """Return the table of what costs less."""
-        by_rounds = self._cost(True, row_bytes) < self._cost(False, row_bytes)
+        """Return the table of what costs less, as the core says."""
+        if row_bytes not in self._chosen:
+            place = self._place
+            self._chosen[row_bytes] = self._core.states_by_rounds(*place, row_bytes, ROUND_BYTES)
+        by_rounds = self._chosen[row_bytes]
         if by_rounds not in self._made:
             words = self._core.states(*self._place, by_rounds)
             self._made[by_rounds] = StateTable(tensor_of(words, torch.int64), by_rounds)
         return self._made[by_rounds]
-
-    def _cost(self, by_rounds: bool, row_bytes: int) -> int:
-        """Bytes that the busiest rank gets from others, and ROUND_BYTES for each round."""
-        rows, rounds = self._ways[by_rounds]
-        return rows * row_bytes + rounds * ROUND_BYTES
 
 
 class StateTable(Sections):

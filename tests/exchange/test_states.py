@@ -399,15 +399,40 @@ def test_a_layer_costs_what_travels_and_what_it_computes_more(
     for rank in range(ranks):
         gathered, by_rounds, rounds = plan.core.states_rows(0, rank)
         ways = ((gathered, 1), (by_rounds, rounds))
-        states = min(over_link(n * state_bytes) + r * round_bytes for n, r in ways)
+        costs = [over_link(n * state_bytes) + r * round_bytes for n, r in ways]
+        states = min(costs)
         moved = sum(lengths) * (ranks - 1) * row_bytes // ranks**2
         expected = states + rows * row_work, over_link(moved) + exchanges * round_bytes
         given_args = row_bytes, state_bytes, row_work, round_bytes, exchanges
         assert plan.core.scan_price(0, rank, *given_args) == expected
+        asked = plan.core.states_by_rounds(0, rank, state_bytes, round_bytes)
+        assert asked == (costs[1] < costs[0])
+
+
+@pytest.mark.parametrize(("far", "by_rounds"), [(1, False), (64, True)])
+def test_states_travel_by_rounds_where_links_between_nodes_make_that_cheaper(
+    far: int, by_rounds: bool
+) -> None:
+    """A rank gathers 13 states or gets 8 in 5 rounds, each of which costs 1 MiB."""
+    plan = hcp.plan(
+        [64],
+        ranks=8,
+        max_tokens_per_rank=8,
+        ranks_per_node=4,
+        cost=hcp.CostModel(exchange=1, exchange_far=far),
+    )
+    for rank in range(8):
+        chosen = passing.StatePasses(Layout(plan, 0, rank)).choose(2**16)
+        assert chosen.by_rounds == by_rounds
 
 
 def test_a_price_below_nothing_is_refused() -> None:
     plan = hcp.plan([8], ranks=2, max_tokens_per_rank=8, min_degree=2)
+    with pytest.raises(
+        ValueError, match="state_bytes is -1 and round_bytes 0, expected none below"
+    ):
+        plan.core.states_by_rounds(0, 0, -1, 0)
+    assert not plan.core.states_by_rounds(0, 0, 2**62, 2**62)
     with pytest.raises(ValueError, match="row_work -1, round_bytes 0 and exchanges 0, expected no"):
         plan.core.scan_price(0, 0, 0, 0, -1, 0, 0)
     assert plan.core.scan_price(0, 0, 2**62, 2**62, 2**62, 2**62, 2**30) == (2**61 - 1, 2**61 - 1)

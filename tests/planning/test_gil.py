@@ -78,6 +78,7 @@ RELEASED: dict[str, Callable[[], Any]] = {
     "halo": lambda: PLAN.core.route_halo(0, 5, 3),
     "states": lambda: PLAN.core.states(0, 5, False),
     "rows of states": lambda: PLAN.core.states_rows(0, 5),
+    "way of states": lambda: PLAN.core.states_by_rounds(0, 5, 1, 1),
     "payload": lambda: PLAN.core.payload("even", LENGTHS, None, TAKERS),
     "route of a payload": lambda: PAYLOAD.route([3] * 64, 3, False),
     "rows of a payload": lambda: PAYLOAD.measure(0, 3, False),

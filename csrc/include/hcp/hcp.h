@@ -858,6 +858,12 @@ typedef struct hcp_scan_costs {
 hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                           const hcp_scanned *layer, hcp_scan_costs *costs, hcp_error *err);
 
+/* Whether states of so many bytes cost less by rounds than gathered, as hcp_scan_price prices both
+ * ways; where both cost the same they are gathered. The same on all ranks of a group. */
+hcp_status hcp_states_choose(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             int64_t state_bytes, int64_t round_bytes, int32_t *by_rounds,
+                             hcp_error *err);
+
 /* HCP_INVALID where hcp_plan_expect_trees refuses, and for a rank without rows. */
 hcp_status hcp_states_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                              int32_t by_rounds, hcp_table **states, hcp_error *err);
