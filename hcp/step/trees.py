@@ -148,14 +148,18 @@ def _end_to_end(name: str, x: Tensor, lengths: Sequence[int], padded: bool) -> T
 
 
 def _tokens_of(rollout: Any, i: int) -> Tensor:
-    try:
-        tokens = rollout if isinstance(rollout, Tensor) else torch.as_tensor(rollout)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"rollouts[{i}] is {rollout!r:.60}, expected tokens: {error}") from None
+    tokens = _tensor_of(f"rollouts[{i}]", rollout, "tokens")
     if not tokens.numel():
         return torch.empty(0, dtype=torch.int64)  # the core names what is empty
     _expect_integers(f"rollouts[{i}]", tokens, 1)
     return tokens
+
+
+def _tensor_of(name: str, items: Any, what: str) -> Tensor:
+    try:
+        return items if isinstance(items, Tensor) else torch.as_tensor(items)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {items!r:.60}, expected {what}: {error}") from None
 
 
 def _expect_integers(name: str, tokens: Tensor, *dims: int) -> None:
@@ -273,25 +277,26 @@ class Trees:
         targets[self._leaf_rows] = -100
         return self._cut(targets)
 
-    def first(self, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    def first(self, values: Tensor | Sequence[Any]) -> list[Tensor]:
         """Give each row the value of the first rollout through it: for values that are the same
         in all of them.
 
         Args:
-            values: of each rollout, (tokens, ...), or one tensor, padded if ``rollouts``
-                was, or end to end.
+            values: of each rollout, (tokens, ...), a tensor or a list of numbers; or one tensor,
+                padded if ``rollouts`` was, or end to end.
 
         Returns:
             Of each tree, (rows, ...).
         """
         return self._first(self._checked(values))
 
-    def summed(self, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    def summed(self, values: Tensor | Sequence[Any]) -> list[Tensor]:
         """Give each row the sum over the rollouts through it: for weights of losses.
 
         Args:
-            values: of each rollout, (tokens, ...), or one tensor, padded if ``rollouts``
-                was, or end to end; floats. Integers that sum below 2^53 stay exact as float64.
+            values: of each rollout, (tokens, ...), a tensor or a list of numbers; or one tensor,
+                padded if ``rollouts`` was, or end to end. Floats; integers that sum below 2^53 stay
+                exact as float64.
 
         Returns:
             Of each tree, (rows, ...).
@@ -316,8 +321,7 @@ class Trees:
         Returns:
             Of each rollout, (tokens, ...), in the order in which they were given.
         """
-        _expect_lengths("rows", rows, self.lengths, "trees")
-        joined = torch.cat(list(rows)) if rows else torch.empty(0)
+        joined = _cat("rows", rows, self.lengths, "trees")
         lengths = list(self.rollout_lengths)
         return list(torch.split(self._gather(joined, "BACK", sum(lengths)), lengths))
 
@@ -370,11 +374,10 @@ class Trees:
         names = TREE_ROWS, TREE_SIZES, TREE_PATHS
         return [dict(zip(names, own, strict=True)) for own in zip(*columns, strict=True)]
 
-    def _checked(self, values: Tensor | Sequence[Tensor]) -> Tensor:
+    def _checked(self, values: Tensor | Sequence[Any]) -> Tensor:
         if isinstance(values, Tensor):
             return _end_to_end("values", values, self.rollout_lengths, self._padded)
-        _expect_lengths("values", values, self.rollout_lengths, "rollouts")
-        return torch.cat(list(values)) if values else torch.empty(0)
+        return _cat("values", values, self.rollout_lengths, "rollouts")
 
     def _first(self, joined: Tensor) -> list[Tensor]:
         return self._cut(self._gather(joined, "FIRST", sum(self.lengths)))
@@ -394,16 +397,15 @@ def _stacked(values: Sequence[Any]) -> Tensor:
     return torch.stack([torch.as_tensor(value) for value in values])
 
 
-def _expect_lengths(
-    name: str, values: Sequence[Tensor], lengths: Sequence[int], whose: str
-) -> None:
-    found = [value.shape[0] if value.dim() else -1 for value in values]
-    if found == list(lengths):
-        return
-    if len(found) != len(lengths):
-        raise ValueError(f"{name} has {len(found)} items, expected {len(lengths)}: {whose}")
-    i = next(i for i, length in enumerate(lengths) if found[i] != length)
-    raise ValueError(
-        f"{name}[{i}] has shape {tuple(values[i].shape)}, expected {lengths[i]} rows: those of "
-        f"{whose}[{i}]"
-    )
+def _cat(name: str, values: Sequence[Any], lengths: Sequence[int], whose: str) -> Tensor:
+    """All values end to end, so many of each."""
+    each = [_tensor_of(f"{name}[{i}]", own, "numbers") for i, own in enumerate(values)]
+    if len(each) != len(lengths):
+        raise ValueError(f"{name} has {len(each)} items, expected {len(lengths)}: {whose}")
+    for i, (own, length) in enumerate(zip(each, lengths, strict=True)):
+        if own.dim() == 0 or own.shape[0] != length:
+            raise ValueError(
+                f"{name}[{i}] has shape {tuple(own.shape)}, expected {length} rows: those of "
+                f"{whose}[{i}]"
+            )
+    return torch.cat(each) if each else torch.empty(0)

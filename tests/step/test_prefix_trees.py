@@ -231,6 +231,16 @@ def test_values_of_padded_rollouts_have_any_shape() -> None:
     assert trees.summed(values)[0].tolist() == [[6, 8], [2, 3], [8, 9], [10, 11]]
 
 
+def test_values_of_rollouts_may_be_lists_of_numbers() -> None:
+    trees = prefix_trees([[1, 2, 3], [1, 2, 4, 5]])
+    rewards = [[0.5, 0.25, 2.0], [1.5, 0.75, 4.0, 8.0]]
+    for give in (trees.first, trees.summed):
+        (found,), (expected,) = give(rewards), give([torch.tensor(each) for each in rewards])
+        assert torch.equal(found, expected)
+    (pairs,) = trees.first([[[1, 2]] * 3, torch.tensor([[1, 2]] * 4)])
+    assert pairs.tolist() == [[1, 2]] * sum(trees.lengths)
+
+
 def test_prices_decide_between_trees_and_rollouts_alone() -> None:
     rollouts = [[0] * 60 + [i] * 40 for i in range(1, 5)]
     cheap = hcp.CostModel(pair=1, token=10, exchange=0, launch=0)
@@ -287,6 +297,10 @@ def test_values_of_other_shapes_are_refused() -> None:
         trees.summed([torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)])
     with pytest.raises(ValueError, match=r"rows\[0\] has shape \(3,\), expected 4 rows"):
         trees.by_rollout([torch.zeros(3)])
+    with pytest.raises(ValueError, match=r"values\[0\] has shape \(\), expected 2 rows"):
+        trees.summed([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"values\[1\] is 'abc', expected numbers"):
+        trees.first([[1, 2], "abc"])
     with pytest.raises(ValueError, match="values has 1 items, expected 2"):
         trees.by_tree([1.0])
 
