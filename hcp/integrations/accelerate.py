@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers, warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.experts import warn_of_experts
-from hcp.integrations.gathers import micro_batches
+from hcp.integrations.gathers import gathered_once, weights_stay
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -103,6 +103,7 @@ class ContextParallel:
         self.groups = domain(groups, accelerator.num_processes, accelerator.device)
         self.eval_groups = eval_groups(self.groups, config)
         self.cost, self.to_sample = cost, to_sample
+        self._weights_stay = weights_stay(accelerator)
         self._warned = False
 
     def train_loader(
@@ -136,7 +137,10 @@ class ContextParallel:
             self._warned = True
             warn_of_experts(model)
             warn_of_the_barrier(model, step.plan)
-        yield from micro_batches(self.accelerator, model, step)
+        if self._weights_stay:
+            yield from gathered_once(self.accelerator, model, step)
+        else:
+            yield from step.reducing_last(partial(self.accelerator.no_sync, model))
 
     def eval_loader(
         self,

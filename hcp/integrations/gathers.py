@@ -15,23 +15,30 @@ from torch import nn
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 
+MicroBatches = Iterator[tuple[ContextParallelHandler, LocalBatch]]
 
-def micro_batches(
-    accelerator: Any, model: nn.Module, step: Step
-) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
-    """Yield the micro-batches of a step under Accelerate. Gradients are reduced in the last one
-    only.
 
-    Where the Accelerator's FSDP2 does not reshard after forward, weights also stay gathered from
-    one micro-batch to the next: the end of each forward has room for all of them anyway. They are
-    resharded after the step, also where a loop leaves it before the last backward: what the
-    optimizer then changes would not reach weights that are still gathered.
+def weights_stay(accelerator: Any) -> bool:
+    """Whether the Accelerator's FSDP2 does not reshard after forward: its micro-batches are
+    those of ``gathered_once``."""
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    version = getattr(plugin, "fsdp_version", 1)
+    return version == 2 and getattr(plugin, "reshard_after_forward", True) is False
+
+
+def gathered_once(accelerator: Any, model: nn.Module, step: Step) -> MicroBatches:
+    """Yield the micro-batches of a step under FSDP2 that does not reshard after forward. Gradients
+    are reduced in the last one only.
+
+    Weights stay gathered from one micro-batch to the next: the end of each forward has room for all
+    of them anyway. They are resharded after the step, also where a loop leaves it before the last
+    backward: what the optimizer then changes would not reach weights that are still gathered.
     """
-    modules = _sharded(model) if weights_stay(accelerator) else []
+    modules = _sharded(model)
 
     @contextlib.contextmanager
     def before_the_last() -> Iterator[None]:
-        with accelerator.no_sync(model), _weights_stay(modules):
+        with accelerator.no_sync(model), _not_resharding(modules):
             yield
 
     try:
@@ -39,13 +46,6 @@ def micro_batches(
     finally:
         for module in modules:
             module.reshard()
-
-
-def weights_stay(accelerator: Any) -> bool:
-    """Whether the Accelerator's FSDP2 does not reshard after forward."""
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    version = getattr(plugin, "fsdp_version", 1)
-    return version == 2 and getattr(plugin, "reshard_after_forward", True) is False
 
 
 def _sharded(model: nn.Module) -> list[Any]:
@@ -56,13 +56,24 @@ def _sharded(model: nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _weights_stay(modules: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which FSDP2 leaves weights gathered after a backward. The next backward
-    outside of it reshards them."""
-    for module in modules:
-        module.set_reshard_after_backward(False, recurse=False)
+def _not_resharding(modules: Sequence[Any]) -> Iterator[None]:
+    """Return a context in which FSDP2 leaves weights gathered after a backward. After it each
+    module reshards, or not, as before."""
+    groups = [group for module in modules for group in _parameter_groups(module)]
+    before = [group.reshard_after_backward for group in groups]
+    for group in groups:
+        group.reshard_after_backward = False
     try:
         yield
     finally:
-        for module in modules:
-            module.set_reshard_after_backward(True, recurse=False)
+        for group, reshards in zip(groups, before, strict=True):
+            group.reshard_after_backward = reshards
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of a module's own parameters, which alone say what they do."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    one = state._fsdp_param_group  # of older torch: one, or none
+    return [] if one is None else [one]

@@ -167,12 +167,9 @@ def leave_a_step(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from hcp.integrations.gathers import micro_batches
+    from hcp.integrations.gathers import gathered_once
 
-    plugin = Namespace(fsdp_version=2, reshard_after_forward=False)
-    accelerator = Namespace(
-        state=Namespace(fsdp_plugin=plugin), no_sync=lambda model: contextlib.nullcontext()
-    )
+    accelerator = Namespace(no_sync=lambda model: contextlib.nullcontext())
     groups, x = hcp.build_process_groups(dp=size), torch.ones(1, 2)
     plan = hcp.plan([4] * 6, ranks=size, max_tokens_per_rank=4)
     samples = [{"tokens": torch.arange(4)} for _ in range(3)]
@@ -183,11 +180,11 @@ def leave_a_step(rank, size):
         fully_shard(
             model,
             mesh=init_device_mesh("cpu", (size,)),
-            reshard_after_forward=plugin.reshard_after_forward,
+            reshard_after_forward=False,
         )
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         with contextlib.suppress(ZeroDivisionError):
-            for i, _ in enumerate(micro_batches(accelerator, model, step)):
+            for i, _ in enumerate(gathered_once(accelerator, model, step)):
                 if i == 1 and mode == "break":
                     break
                 if i == 1 and mode == "raise":
@@ -201,6 +198,38 @@ def leave_a_step(rank, size):
 
 def test_weights_that_stay_gathered_are_those_of_the_optimizer_after_a_step_is_left():
     run_ranks(2, leave_a_step)
+
+
+def keep_some_gathered(rank, size):
+    """Whether two layers are gathered after each backward of two steps. A user's first layer does
+    not reshard after a backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hcp.integrations.gathers import gathered_once
+
+    accelerator = Namespace(no_sync=lambda model: contextlib.nullcontext())
+    mesh, x = init_device_mesh("cpu", (size,)), torch.ones(1, 2)
+    groups = hcp.build_process_groups(dp=size)
+    plan = hcp.plan([4] * 4, ranks=size, max_tokens_per_rank=4)
+    samples = [{"tokens": torch.arange(4)} for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    model[0].set_reshard_after_backward(False)
+    gathered = []
+    for _ in range(2):
+        step = hcp.dispatch(plan, samples, [0, 1] * 2, groups)
+        for _ in gathered_once(accelerator, model, step):
+            model(x).sum().backward()
+            gathered.append([type(layer.weight).__name__ == "Parameter" for layer in model])
+        gathered.append([type(layer.weight).__name__ == "Parameter" for layer in model])
+    return gathered
+
+
+def test_a_module_that_does_not_reshard_after_a_backward_is_as_before_after_a_step():
+    for gathered in run_ranks(2, keep_some_gathered):
+        assert gathered == [[True, True], [True, False], [False, False]] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import causal_lm_samples
-from hcp.integrations.gathers import micro_batches, weights_stay
+from hcp.integrations.gathers import gathered_once, weights_stay
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -206,7 +206,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             self.optimizer.train()
         total = torch.zeros((), device=self.args.device)
         each = (
-            micro_batches(self.accelerator, model, inputs)
+            gathered_once(self.accelerator, model, inputs)
             if self._weights_stay
             else inputs.reducing_last(partial(self.accelerator.no_sync, model))
         )
