@@ -32,7 +32,8 @@ class Report:
     rank_tokens: tuple[int, ...]
     """Rows that each rank computes in the step, without padding."""
     rank_bytes: tuple[int, ...]
-    """The most bytes that each rank needs in a micro-batch, by the plan's ``memory``."""
+    """The most bytes that each rank needs in a micro-batch, by the plan's ``memory``: its
+    ``buffer``, for a rank without rows."""
     peak_tokens: int
     """Rows of the fullest rank in one micro-batch, alignment included."""
     padding: int

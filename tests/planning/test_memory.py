@@ -78,6 +78,14 @@ def test_plans_leave_the_buffer_free() -> None:
         check_plan(wrong)
 
 
+def test_a_rank_without_rows_holds_the_buffer() -> None:
+    memory = hcp.MemoryModel(activation=10, limit=160, buffer=70)
+    plan = hcp.plan([4], ranks=3, max_tokens_per_rank=64, max_degree=1, memory=memory)
+    assert sorted(plan.report().rank_bytes) == [70, 70, 110]
+    empty = hcp.plan([], ranks=2, max_tokens_per_rank=64, memory=memory)
+    assert empty.report().rank_bytes == (70, 70)
+
+
 def test_a_buffer_takes_more_chunks_of_heads() -> None:
     memory = hcp.MemoryModel(activation=1, attention=60, head_chunks=6, limit=1000, buffer=360)
     assert _core.memory_chunks(memory.numbers(), 20, 40, 2) == 2

@@ -106,7 +106,8 @@ static void idle(const hcp_plan *plan, int32_t m, hcp_rank_work *ranks) {
 
 void hcp_plan_measure(const hcp_plan *plan, hcp_rank_work *ranks, hcp_plan_work *work) {
   *work = (hcp_plan_work){0};
-  for (int32_t r = 0; r < plan->limits.ranks; r++) ranks[r] = (hcp_rank_work){0};
+  for (int32_t r = 0; r < plan->limits.ranks; r++)
+    ranks[r] = (hcp_rank_work){.bytes = plan->limits.memory.buffer};
   for (int32_t m = 0; m < plan->micro_batch_count; m++) {
     const hcp_micro_batch *batch = &plan->micro_batches[m];
     if (plan->limits.sync == HCP_SYNC_MICRO_BATCH) meet(plan, ranks);

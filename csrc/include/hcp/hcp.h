@@ -464,7 +464,7 @@ hcp_status hcp_group_chunks(const hcp_plan *plan, int32_t micro_batch, int32_t r
  * neighbours. */
 typedef struct hcp_rank_work {
   int64_t rows; /* of all micro-batches, without padding */
-  int64_t bytes; /* the most of a micro-batch, by the plan's memory */
+  int64_t bytes; /* the most of a micro-batch, by the plan's memory; its buffer without rows */
   int64_t busy; /* time of its groups */
   int64_t end; /* of its last micro-batch */
 } hcp_rank_work;
