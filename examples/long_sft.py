@@ -99,7 +99,10 @@ def machine_of(args: argparse.Namespace) -> memory.Machine:
     if host is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))
         host = 0.8 * _host_bytes() / local / GIB
-    return memory.Machine(WORLD, int(device * GIB), int(host * GIB), args.offload_state)
+    return memory.Machine(
+        *(WORLD, int(device * GIB), int(host * GIB), args.offload_state),
+        accumulates=args.sequences > 1,
+    )
 
 
 def _host_bytes() -> int:

@@ -59,7 +59,7 @@ def _sharded(model: nn.Module) -> list[Any]:
 def _not_resharding(modules: Sequence[Any]) -> Iterator[None]:
     """Return a context in which FSDP2 leaves weights gathered after a backward. After it each
     module reshards, or not, as before."""
-    groups = [group for module in modules for group in _parameter_groups(module)]
+    groups = [group for module in modules for group in parameter_groups(module)]
     before = [group.reshard_after_backward for group in groups]
     for group in groups:
         group.reshard_after_backward = False
@@ -70,7 +70,7 @@ def _not_resharding(modules: Sequence[Any]) -> Iterator[None]:
             group.reshard_after_backward = reshards
 
 
-def _parameter_groups(module: Any) -> list[Any]:
+def parameter_groups(module: Any) -> list[Any]:
     """FSDP2's groups of a module's own parameters, which alone say what they do."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

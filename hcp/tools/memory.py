@@ -36,7 +36,9 @@ def fit_memory(
     """Measure a model's steps on this GPU, and fit the bytes of a row to them.
 
     No measured step takes more than the model says. Run an update of the optimizer first:
-    parameters, gradients and its state belong to what the GPU holds anyway.
+    parameters, gradients and its state belong to what the GPU holds anyway. So do whole gradients
+    that FSDP2 accumulates where a step of training has several micro-batches: then let ``step`` run
+    inside of ``no_sync``, as these do.
 
     Args:
         step: ``step(rows)`` runs forward, loss and backward over so many rows of one rank, as one

@@ -179,3 +179,12 @@ def test_a_length_that_cannot_fit_is_refused_before_training(folder, tmp_path):
     module = example("long_sft")
     with pytest.raises(ValueError, match=r"length is 1,000,000 tokens on 1 ranks, expected [\d,]+"):
         module.trainer_of(module.parse_args(argv))
+
+
+@pytest.mark.parametrize(("sequences", "accumulates"), [("1", False), ("2", True)])
+def test_several_sequences_leave_room_for_gradients_of_several_micro_batches(
+    folder, tmp_path, sequences, accumulates
+):
+    module = example("long_sft")
+    args = module.parse_args(options(folder, tmp_path, "--sequences", sequences))
+    assert module.machine_of(args).accumulates is accumulates

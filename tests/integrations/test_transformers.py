@@ -2052,6 +2052,61 @@ def test_weights_that_stay_after_forward_are_gathered_once_in_a_step(tmp_path):
         assert often >= micro_batches * groups
 
 
+def whole_gradients_of_steps(rank, size, folder, options):
+    """Bytes of gradients of whole parameters after each backward of each step, and what a forecast
+    adds for them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from hcp.integrations.gathers import parameter_groups
+    from hcp.integrations.transformers import memory
+
+    as_torchrun(size)
+    with contextlib.ExitStack() as stack:
+        trainer = make_trainer(
+            size, folder, prepare=partial(stack.enter_context, fsdp_on_cpus()), **options
+        )
+        backward, step, found = trainer.accelerator.backward, trainer.training_step, []
+
+        def counted(loss):
+            backward(loss)
+            modules = [m for m in trainer.model_wrapped.modules() if isinstance(m, FSDPModule)]
+            groups = {id(g): g for m in modules for g in parameter_groups(m)}  # modules share some
+            sharded = [p for g in groups.values() for p in g.fsdp_params]
+            whole = [p.unsharded_accumulated_grad for p in sharded]
+            whole += [p._unsharded_param.grad for p in sharded]
+            found[-1].append(sum(grad.nbytes for grad in whole if grad is not None))
+
+        def training_step(*given):
+            found.append([])
+            return step(*given)
+
+        trainer.accelerator.backward, trainer.training_step = counted, training_step
+        trainer.train()
+    config, dtype = trainer.model.config, next(trainer.model.parameters()).dtype
+    sizes = memory.model_bytes(config, dtype)
+    rates = {"matrices": 1e12, "attention": 1e12, "attention_backward": 1e12}
+    prices = memory.Prices.of_rates(config, **rates, host_rate=1e9, memory_rate=1e9)
+    bytes_ = [
+        memory.choose(
+            config, sizes, prices, memory.Machine(size, 2**30, accumulates=accumulates), 64
+        ).device_bytes
+        for accumulates in (False, True)
+    ]
+    return found, bytes_[1] - bytes_[0]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gradients_that_wait_for_the_last_micro_batch_are_in_the_forecast(tmp_path, reshards):
+    options = SHARDED | {"eval_strategy": "no", "limit": 52, "max_steps": 3}
+    config = options["fsdp_config"] | {"reshard_after_forward": reshards}
+    for found, foreseen in run_ranks(
+        2, whole_gradients_of_steps, tmp_path, options | {"fsdp_config": config}
+    ):
+        assert max(map(len, found)) > 1
+        for step in found:
+            assert step == [foreseen] * (len(step) - 1) + [0]
+
+
 def ask_for_fsdp_on_a_cpu(rank, size, folder):
     as_torchrun(size)
     with contextlib.ExitStack() as stack:

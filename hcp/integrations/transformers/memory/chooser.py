@@ -106,6 +106,9 @@ class Machine:
     """Of the host, for one rank."""
     offload_state: bool = False
     """Whether parameters, gradients and the optimizer lie on the host (FSDP2's CPU offload)."""
+    accumulates: bool = False
+    """Whether a step may have several micro-batches. FSDP2 then holds the gradients of all
+    parameters on each device, in the dtype of rows, until the last one reduces them."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("device_bytes", 1), ("host_bytes", 0)):
@@ -280,12 +283,14 @@ class _Step:
 
     def _fixed(self) -> int:
         """Parameters: the rank's share with gradients and optimizer, two layers gathered, one's
-        gradients on their way, and embedding and head, which stay."""
+        gradients on their way, embedding and head, which stay, and gradients that are not reduced
+        yet."""
         one, rest = self.counted.layer_parameters, self.counted.other_parameters
         own = 0 if self.machine.offload_state else STATE_BYTES * self._own_parameters()
         if self.machine.ranks == 1:
             return own
-        return own + 2 * one * self.counted.itemsize + 4 * one + rest * self.counted.itemsize
+        waiting = self.counted.parameters if self.machine.accumulates else 0
+        return own + (2 * one + rest + waiting) * self.counted.itemsize + 4 * one
 
     def _own_parameters(self) -> int:
         return -(-self.counted.parameters // self.machine.ranks)
