@@ -275,8 +275,7 @@ def test_a_micro_batch_is_refused_while_another_attention_is_set(other):
 
     model, (document,) = build("llama"), documents([12])
     register_hcp_attention(model)
-    if not OLDER:  # whose layers hold a function of their module that hcp replaces
-        model = pickle.loads(pickle.dumps(model))  # as a launcher may send it
+    model = pickle.loads(pickle.dumps(model))  # as a launcher may send it
 
     def compute(groups):
         plan = hcp.plan([12], ranks=2, max_tokens_per_rank=6, min_degree=2)
@@ -829,8 +828,6 @@ def test_one_model_is_fused_and_another_of_its_kind_is_not():
 
 
 def test_a_fused_model_that_was_pickled_is_fused(monkeypatch):
-    import pickle
-
     from transformers.models.llama import modeling_llama
 
     own = modeling_llama.apply_rotary_pos_emb
@@ -838,8 +835,9 @@ def test_a_fused_model_that_was_pickled_is_fused(monkeypatch):
     fused = rotating(build("llama"), True)
     plan = hcp.plan([9, 5], ranks=1, max_tokens_per_rank=20)
     expected, _ = computed(fused, plan)
+    sent = pickle.dumps(fused)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # as in another process
-    found, _ = computed(pickle.loads(pickle.dumps(fused)), plan)
+    found, _ = computed(pickle.loads(sent), plan)
     assert difference(found, expected) == 0
 
 

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -377,9 +378,16 @@ def _functions(forward: Any) -> list[str]:
 
 
 def _install(layer: nn.Module) -> None:
-    """Replace the functions in the module of a layer's class, once in a process."""
+    """Replace the functions in the module of a layer's class, once in a process, and those that
+    the layer keeps: functions are pickled by name, which only what the module has can be."""
     forward = _forward(layer)
-    names = forward.__globals__
+    names, kept = forward.__globals__, vars(layer).get(_KEPT, {})
     for name in _functions(forward):
         if not hasattr(names[name], _MADE_BY_HCP):
             names[name] = _by_hcp(names[name])
+        if isinstance(kept.get(name), FunctionType):
+            kept[name] = names[name]
+
+
+_KEPT = "_hidden_kernels"
+"""Functions by name, which layers of older Transformers, such as 5.6, keep for its kernels."""
