@@ -103,7 +103,15 @@ CASES = {
     ),
     # Megatron weighs predictions by the tokens of a micro-batch, hcp by those of the step.
     "mtp": Case(("--mtp-num-layers", "2"), lengths=EIGHT, together=True),
+    "float64 mtp": Case(
+        ("--mtp-num-layers", "2", "--clip-grad", "0"),
+        dict(params_dtype=torch.float64, pipeline_dtype=torch.float64),
+        builder="predicting",
+        lengths=EIGHT,
+        together=True,
+    ),
 }
+CASES["float64 untied mtp"] = CASES["float64 mtp"].but("--untie-embeddings-and-output-weights")
 
 
 BOTH = pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -235,6 +243,16 @@ def test_experts_over_two_ranks_under_tensor_parallelism_train_as_one_rank_does(
 @BOTH
 def test_multi_token_prediction_trains_as_one_rank_does(static):
     agree("mtp", 4, *scheduler(static, 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+def test_multi_token_prediction_in_a_pipeline_trains_as_one_rank_does(untied, ranks):
+    """The last stage's copy of the embedding has gradients of predictions, and of the output where
+    it is tied. Megatron sums them with those of the first stage."""
+    name = "float64 untied mtp" if untied else "float64 mtp"
+    flags = ("--pipeline-model-parallel-size", "2")
+    agree(name, ranks, *flags, losses=1e-9, gradients=1e-10, moves=ranks > 2)
 
 
 def run_example(rank, size):
