@@ -123,7 +123,7 @@ def check(found: dict[Key, list[Measured]], family: str, device: str) -> None:
 
 
 def rows_of(args: argparse.Namespace, family: str, found: dict[Key, list[Measured]]) -> list[str]:
-    """Rows of the table, by tokens a second: those of all steps that count over their time."""
+    """Rows of the table, by tokens a second."""
     rates = {key: [tokens_of(args, family, key[0], one) for one in of] for key, of in found.items()}
     lines = []
     for (name, ranks), of in rates.items():
@@ -145,17 +145,17 @@ def rows_of(args: argparse.Namespace, family: str, found: dict[Key, list[Measure
 
 
 def tokens_of(args: argparse.Namespace, family: str, name: str, one: Measured) -> float:
-    """Tokens a second. Each step of hcp's has the tokens of its sequences; TRL's own have those of
-    all steps, evenly, since it draws its packs and pads."""
+    """Tokens a second, of the median step that counts: a kernel that is compiled for a new shape
+    takes seconds of some steps. Each step of hcp's has the tokens of its sequences; TRL's own have
+    those of all steps, evenly, since it draws its packs and pads."""
     lengths = lengths_of(args, family)
-    counted = one.seconds[args.warm :]
+    batches = [one.tokens_per_step] * len(one.seconds)
     if name in ("static", "dynamic"):
         batches = [
             sum(lengths[i * args.sequences : (i + 1) * args.sequences])
             for i in range(len(one.seconds))
         ]
-        return sum(batches[args.warm :]) / sum(counted)
-    return one.tokens_per_step * len(counted) / sum(counted)
+    return median(n / s for n, s in list(zip(batches, one.seconds, strict=True))[args.warm :])
 
 
 def lengths_of(args: argparse.Namespace, family: str) -> list[int]:

@@ -182,7 +182,10 @@ def run(contestant: str, ranks: int, deadline: float) -> Measured | str:
     lines = [line for line in said.splitlines() if line.startswith(MARK)]
     if started.returncode or not lines:
         return _reason(errors)
-    return Measured(**json.loads(lines[-1].removeprefix(MARK)))
+    measured = Measured(**json.loads(lines[-1].removeprefix(MARK)))
+    steps = " ".join(f"{seconds:.3g}" for seconds in measured.seconds)
+    print(f"{contestant} on {ranks} ranks: steps of {steps} s", flush=True)
+    return measured
 
 
 def _reason(errors: str) -> str:

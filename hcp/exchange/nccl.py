@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import threading
 import time
 import weakref
@@ -30,6 +31,21 @@ from hcp.exchange.torch_p2p import TorchTransport, copy_to_self
 from hcp.exchange.transport import Pending, flat_rows, row_bytes_of
 
 _log = logging.getLogger("hcp")
+
+
+def _refuse_expandable_segments(rank: int) -> None:
+    """Refuse a captured exchange that would hang in the replay: NCCL registers the buffers that a
+    graph captures, each as one piece of memory, and torch's expandable segments are several."""
+    allocator = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    expands = any("expandable_segments:True" in os.environ.get(name, "") for name in allocator)
+    if expands and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        raise HcpError(
+            f"rank {rank}: a CUDA graph captures an exchange by NCCL, and torch's allocator has "
+            "expandable_segments:True, under which the replay hangs: leave it out of "
+            f"{' and '.join(allocator)}, start the ranks with NCCL_GRAPH_REGISTER=0, or build the "
+            'process groups with transport="peer"',
+            code="cuda-graph",
+        )
 
 
 class NcclTransport(TorchTransport):
@@ -103,6 +119,8 @@ class NcclTransport(TorchTransport):
         if not to.peers and not back.peers:
             return _Nothing()
         watched = not torch.cuda.is_current_stream_capturing()
+        if not watched:
+            _refuse_expandable_segments(self.rank)
         number = self._watch.begin() if watched else _UNWATCHED
         try:
             torch.ops.hcp.nccl_exchange.default(

@@ -22,6 +22,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from support.cases import Case, attention_errors
+from support.graphs import difference
 from support.nodes import rows_needed_elsewhere
 
 import hcp
@@ -149,13 +150,14 @@ def check(transport: TransportName, node: int | None = None) -> int:
 
 
 def check_long(*transports: TransportName, node: int | None = None) -> int:
-    """The number of results of long sequences that differ between transports in any bit.
+    """The number of results of long sequences that differ between transports: those of all_gather
+    in any bit, those of p2p by more than rounding, since under `peer` it reads only rows that are
+    seen, and kernels then add in other blocks.
 
     A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies, and
-    `mixed` sends through its mailboxes.
-    Attention adds in one order meanwhile."""
+    `mixed` sends through its mailboxes. Attention adds in one order meanwhile."""
     torch.use_deterministic_algorithms(True)
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, list[tuple[CommType, torch.Tensor]]] = {}
     for transport in transports:
         groups = hcp.build_process_groups(transport=transport)
         ranks = groups.size("dp_cp")
@@ -178,13 +180,16 @@ def check_long(*transports: TransportName, node: int | None = None) -> int:
             leaves = [x.requires_grad_() for x in (query, key, value)]
             for _ in range(3):  # through both halves
                 out = cp.attention(*leaves)
-                results += [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+                given = out.detach(), *torch.autograd.grad(out, leaves, grad)
+                results += [(comm_type, x) for x in given]
         torch.cuda.synchronize()
         groups.close()
     torch.use_deterministic_algorithms(False)
     first, *others = found.values()
     wrong = sum(
-        not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)
+        not (torch.equal(a, b) or (comm_type == "p2p" and difference([a], [b]) < 2**-8))
+        for other in others
+        for (comm_type, a), (_, b) in zip(first, other, strict=True)
     )
     worst = largest(float(wrong))
     return report(worst == 0, f"{' and '.join(transports)}: {worst:.0f} long results differ")
