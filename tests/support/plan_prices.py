@@ -114,7 +114,8 @@ def measured(
     plan: Plan,
 ) -> tuple[list[int], list[int], list[int], int, tuple[int, int, int]]:
     """Rows, bytes and busy time of each rank, the last end, and (peak, padding, crossings)."""
-    rows, needed, busy = ([0] * plan.ranks for _ in range(3))
+    rows, busy = ([0] * plan.ranks for _ in range(2))
+    needed = [plan.memory.buffer] * plan.ranks  # which a rank without rows holds, too
     peak = padding = crossings = 0
     for group in (group for batch in plan.micro_batches for group in batch):
         crossings += held_by(plan, group)[0].tokens * (
