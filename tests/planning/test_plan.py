@@ -10,6 +10,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable
+from random import Random
 from typing import Any, cast
 
 import numpy as np
@@ -243,6 +244,23 @@ def test_dynamic_is_never_slower_than_static_on_heavy_tails() -> None:
     dynamic = hcp.plan(lengths, ranks=8, max_tokens_per_rank=capacity)
     static = hcp.plan(lengths, ranks=8, max_tokens_per_rank=capacity, min_degree=4, max_degree=4)
     assert dynamic.makespan < static.makespan
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_sequences_of_half_a_rank_take_no_longer_than_with_less_freedom(seed: int) -> None:
+    """512 sequences of 1K to 16K on 32 ranks of 4,096 rows, where a micro-batch costs much: as few
+    micro-batches as static CP needs, and none higher."""
+    random = Random(seed)
+    lengths = [int(1024 / (1 - random.random() * 15 / 16)) // 8 * 8 for _ in range(512)]
+    price = hcp.CostModel(
+        pair=1, token=8_600, exchange=150, launch=9_500_000, step=57_000, overlap=1
+    )
+    request: dict[str, Any] = {"ranks": 32, "max_tokens_per_rank": 4096, "cost": price}
+    request |= {"sync": "micro_batch", "ranks_per_node": 8}
+    dynamic = hcp.plan(lengths, **request)
+    for least, most in ((4, 4), (2, 32), (4, 32)):
+        strict = hcp.plan(lengths, **request, min_degree=least, max_degree=most)
+        assert dynamic.makespan <= strict.makespan * 1.001
 
 
 # ---- checksum ------------------------------------------------------------------------------------

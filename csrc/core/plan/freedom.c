@@ -284,6 +284,15 @@ static hcp_status try_memories(best *b, hcp_error *err) {
   return status;
 }
 
+/* The degree that the longest sequence needs, for all: static CP, which fills memory evenly. */
+static hcp_status try_static(best *b, hcp_error *err) {
+  hcp_limits limits = *b->p->limits;
+  int32_t degree = hcp__leanest(b->p, &b->p->kinds[0])->degree;
+  if (is_near(b, FAR) || degree <= limits.min_degree) return HCP_OK;
+  limits.min_degree = limits.max_degree = degree;
+  return try_limits(b, &limits, 0, err);
+}
+
 /* A rank of its own for each sequence of more than half a rank's rows leaves much of their memory
  * empty, and many micro-batches: shared ranks hold more. */
 static hcp_status try_shared(best *b, hcp_error *err) {
@@ -291,7 +300,9 @@ static hcp_status try_shared(best *b, hcp_error *err) {
   int64_t size = (int64_t)b->p->n * limits->ranks;
   if (limits->sync == HCP_SYNC_STEP || size > HUGE || is_near(b, FAR)) return HCP_OK;
   hcp_status status = try_least(b, 2, err);
-  return status == HCP_OK && !limits->pow2 && !is_near(b, FAR) ? try_pow2(b, 1, err) : status;
+  if (status == HCP_OK && !limits->pow2 && !is_near(b, FAR)) status = try_pow2(b, 1, err);
+  if (status == HCP_OK && !is_near(b, FAR)) status = try_pow2(b, 2, err);
+  return status == HCP_OK ? try_static(b, err) : status;
 }
 
 /* Those that have been found to pay. */

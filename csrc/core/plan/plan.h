@@ -434,7 +434,7 @@ hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_
 hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
                              hcp__blocks *blocks, hcp_error *err);
 
-/* ---- Attempts in waves (waves.c, waves_fill.c, waves_shelf.c) ---- */
+/* ---- Attempts in waves (waves.c, waves_fill.c, waves_shelf.c, waves_level.c) ---- */
 
 /* Boxes of all ranks and a height, launch aside. count is at most most. */
 typedef struct hcp__waves hcp__waves;
@@ -463,6 +463,9 @@ int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);
 int32_t hcp__waves_widest(hcp__waves *waves, hcp__blocks *blocks);
 /* Places every sequence shelf after shelf. */
 int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
+/* Places every sequence in one micro-batch after the other, each as full as ranks that end together
+ * allow. tight: by the rows that stay free, before the time. */
+int32_t hcp__waves_level(hcp__waves *waves, int32_t tight, hcp__blocks *blocks);
 
 /* ---- Ranks and heights of waves (waves_place.c, waves_lockstep.c, waves_polish.c) ---- */
 

@@ -230,7 +230,8 @@ static int allocate(lockstep *l) {
   return allocated;
 }
 
-/* Plans that need no heights: memory first, all ranks for all, and shelf after shelf. */
+/* Plans that need no heights: memory first, all ranks for all, shelf after shelf, and one full
+ * micro-batch after the other. */
 static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   hcp_status status = HCP_OK;
   if (hcp__waves_by_memory(l->waves, &l->s->blocks)) status = hcp__search_judge_waves(l->s, err);
@@ -238,6 +239,9 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
     status = hcp__search_judge_waves(l->s, err);
   if (status == HCP_OK && hcp__waves_shelve(l->waves, &l->s->blocks))
     status = hcp__search_judge_waves(l->s, err);
+  for (int32_t tight = 0; tight < 2 && status == HCP_OK; tight++)
+    if (hcp__waves_level(l->waves, tight, &l->s->blocks))
+      status = hcp__search_judge_waves(l->s, err);
   return status;
 }
 
