@@ -154,7 +154,7 @@ test-trainer-megatron: FORCE
 	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_MEGATRON) tests/megatron_style/test_packed.py \
 	  tests/project/test_docs.py -k 'not test_docs or megatron' $(ARGS)"
 OF_MEGATRON = $(addprefix tests/integrations/test_,megatron.py megatron_data.py \
-  megatron_layers.py megatron_training.py bridge.py)
+  megatron_layers.py megatron_routers.py megatron_training.py bridge.py)
 
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
 test-trainer-torchtitan: TRAINER = $(CURDIR)/.venv-torchtitan-$(EDGE)

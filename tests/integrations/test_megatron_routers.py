@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.planning import CHEAP_LAUNCHES
 from support.ranks import run_ranks
+from support.trees import Tree
 
 import hcp
 
@@ -122,19 +123,25 @@ def on_cpu(function, *args):
         function(*args)
 
 
-def each_document(rank, size, options):
-    on_cpu(compare_documents, options)
+def each_document(rank, size, options, trees):
+    on_cpu(compare_documents, options, trees)
 
 
-def compare_documents(options):
+def compare_documents(options, trees):
     own = router("seq_aux_loss", alone())
     logged = {}
-    for rows in rows_of(ODD):
+    texts = rows_of(ODD)
+    if trees:
+        each = zip(rows_of([tree.length for tree in trees]), trees, strict=True)
+        texts = [rows[text] for rows, tree in each for text in tree.texts]
+    for rows in texts:
         route(own, rows)
         for name, value in taken().items():
-            logged[name] = logged.get(name, 0.0) + value * len(rows) / sum(ODD)
+            logged[name] = logged.get(name, 0.0) + value * len(rows) / sum(map(len, texts))
     module = router("seq_aux_loss", alone())
-    step = step_of(ODD, options)
+    if trees:
+        options = options | {"masks": [tree.mask for tree in trees]}
+    step = step_of([tree.length for tree in trees] or ODD, options)
     for _, rows, planned in twins(module, step):
         route(planned, rows)
     assert (summed(module.weight.grad) - own.weight.grad).abs().max() < 1e-10
@@ -157,7 +164,44 @@ def compare_documents(options):
 )
 def test_losses_counts_and_logs_are_those_of_megatrons_router_on_each_document(options):
     """Degrees, padding, and ranks without rows, whose rows that stand in do not count."""
-    run_ranks(4, each_document, options, timeout=110)
+    run_ranks(4, each_document, options, (), timeout=110)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_tokens_per_rank=36),
+        dict(max_tokens_per_rank=64, min_degree=3, max_degree=3),
+        dict(max_tokens_per_rank=24, min_degree=4, alignment=8),
+    ],
+)
+def test_losses_counts_and_logs_of_trees_are_those_of_megatrons_router_on_each_text(options):
+    trees = (Tree((9, 7, 5, 3, 1, 6, 2), (-1, 0, 0, 1, 1, 3, 0)), Tree((2, 3, 4), (-1, 0, 0)))
+    run_ranks(4, each_document, options, (*trees, Tree((8,), (-1,))), timeout=110)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_losses_of_micro_batches_of_trees_are_those_of_megatrons_router_on_their_texts(kind):
+    run_ranks(1, on_texts, kind, timeout=110)
+
+
+def on_texts(rank, size, kind):
+    on_cpu(compare_texts, kind)
+
+
+def compare_texts(kind):
+    trees = (Tree((9, 7, 5, 3), (-1, 0, 0, 1)), Tree((2, 3, 4), (-1, 0, 0)))
+    lengths = [tree.length for tree in trees]
+    whole = rows_of(lengths)
+    own, module = router(kind, alone()), router(kind, alone())
+    step = step_of(lengths, dict(max_tokens_per_rank=26, masks=[tree.mask for tree in trees]))
+    assert len(step) == 2
+    for cp, rows, planned in twins(module, step):
+        route(planned, rows)
+        (i,) = cp.layout.sequences
+        route(own, torch.cat([whole[i][text] for text in trees[i].texts]))
+        assert (module.weight.grad - own.weight.grad).abs().max() < 1e-10
+    assert module.weight.grad.abs().max() > 1e-3
 
 
 def left_out(group):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.finetuning import as_torchrun, documents
 from support.ranks import run_ranks
+from support.trees import Tree
 
 import hcp
 
@@ -180,6 +181,98 @@ def test_the_loss_of_routers_is_that_of_each_document_alone_or_of_the_batch(wide
         assert found == pytest.approx(loss, rel=0, abs=1e-10), name
         assert difference(own, grads) < 1e-10, name
         assert torch.equal(rows.long(), counts), name
+
+
+# ---- trees of texts ------------------------------------------------------------------------------
+
+TREES = (Tree((9, 7, 5, 3, 1, 6, 2), (-1, 0, 0, 1, 1, 3, 0)), Tree((2, 3, 4), (-1, 0, 0)))
+"""Of depth 4 and of depth 2."""
+PARTS = [4, 3, 5]
+"""Of one sequence without branches, whose documents do not see each other."""
+TREE_PLANS = {
+    "one rank": dict(ranks=1, max_tokens_per_rank=128),
+    "several micro-batches": dict(ranks=1, max_tokens_per_rank=34),
+    "degree 3 of 4": dict(ranks=4, max_tokens_per_rank=40, min_degree=3, max_degree=3),
+    "padding": dict(ranks=2, max_tokens_per_rank=40, min_degree=2, alignment=8),
+}
+
+
+def unshared(model: Any, over: str) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+    """Loss of routers, gradients, and rows that the loss counts, of each text by itself."""
+    forest, plain = drawn_rows()
+    sequences = [
+        [tokens[text]] for tree, tokens in zip(TREES, forest, strict=True) for text in tree.texts
+    ]
+    sequences += [list(plain.split(PARTS))]
+    each = []
+    for documents_of in sequences:
+        outs = [model(x[None], use_cache=False, output_router_logits=True) for x in documents_of]
+        logits = zip(*(out.router_logits for out in outs), strict=True)
+        each.append(tuple(torch.cat([x.flatten(0, -2) for x in layer]) for layer in logits))
+    whole = tuple(torch.cat(x) for x in zip(*each, strict=True))
+    if over == "sequence":
+        loss = sum(own_loss(model, x) for x in each) / len(each)
+    else:
+        loss = own_loss(model, whole)
+    loss.backward()
+    experts, k = whole[0].shape[1], model.config.num_experts_per_tok
+    counts = [x.topk(k).indices.flatten().bincount(minlength=experts) for x in whole]
+    return loss.item(), gradients(model), torch.stack(counts)
+
+
+def drawn_rows() -> tuple[list[torch.Tensor], torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    lengths = [tree.length for tree in TREES]
+    forest = [torch.randint(1, 60, (n,), generator=draw) for n in lengths]
+    return forest, torch.randint(1, 60, (sum(PARTS),), generator=draw)
+
+
+@pytest.mark.parametrize("over", ["sequence", "batch"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_texts_of_trees_are_to_routers_what_each_is_alone(wide, kind, over):
+    from hcp.integrations.transformers import (
+        aux_counts,
+        model_inputs,
+        record_routers,
+        register_hcp_attention,
+        router_aux_loss,
+        tokens_per_expert,
+    )
+
+    model = built(kind)
+    wide(model)
+    loss, grads, counts = unshared(copy.deepcopy(model), over)
+    register_hcp_attention(model, fused_rope=False)
+    forest, plain = drawn_rows()
+    samples = [{"input_ids": x} for x in (*forest, plain)]
+    masks = [*(tree.mask for tree in TREES), hcp.Mask.documents(PARTS)]
+    lengths = [mask.length for mask in masks]
+
+    def work(groups: Any) -> Any:
+        own, total = copy.deepcopy(model), 0.0
+        loaded = samples if groups.transport.rank == 0 else []
+        rows, computed = 0, 0
+        for cp, local in hcp.dispatch(plan, loaded, [0] * len(samples), groups):
+            given = counts if over == "batch" else None
+            with record_routers(own) as routed:
+                own(**model_inputs(cp, local))
+            share = router_aux_loss(cp, routed, grad_reduce="sum", batch_counts=given)
+            share.backward()
+            total += share.item()
+            rows, computed = (
+                rows + aux_counts(cp, routed),
+                computed + tokens_per_expert(cp, routed),
+            )
+        return total, gradients(own), rows, computed
+
+    for name, options in TREE_PLANS.items():
+        plan = hcp.plan(lengths, masks=masks, **options)
+        results = hcp.loopback(plan.ranks, work)
+        totals, found, rows, computed = zip(*results, strict=True)
+        assert sum(totals) == pytest.approx(loss, rel=0, abs=1e-10), name
+        assert difference(summed(list(found)), grads) < 1e-10, name
+        assert torch.equal(sum(rows).long(), counts), name
+        assert int(sum(computed).sum()) == int(counts.sum()), name
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,7 @@ def by_sequence(own):
     return mean
 
 
-def prefer_experts(rank, size, folder, hcps, coefficient):
+def prefer_experts(rank, size, folder, hcps, coefficient, trees=False):
     from transformers.models.mixtral import modeling_mixtral
 
     options = {"train_sampling_strategy": "sequential", "beta": 0.5, "max_steps": 2}
@@ -444,6 +444,7 @@ def prefer_experts(rank, size, folder, hcps, coefficient):
         *("DPO", size, folder, preferences(), hcps, options),
         model=build_experts(),
         ref_model=build_experts(),
+        **({"trees": trees} if hcps else {}),
     )
     own = by_sequence(modeling_mixtral.load_balancing_loss_func)
     with mock.patch.object(modeling_mixtral, "load_balancing_loss_func", None if hcps else own):
@@ -453,12 +454,13 @@ def prefer_experts(rank, size, folder, hcps, coefficient):
 
 
 @padded
-def test_the_loss_of_experts_in_preference_optimization_is_that_of_each_sequence(tmp_path):
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_loss_of_experts_in_preference_optimization_is_that_of_each_sequence(trees, tmp_path):
     """TRL's own of each alone, of one rank, whose batch has the sequences of both."""
     ((expected, logged, weights),) = run_ranks(1, prefer_experts, tmp_path / "1", False, BALANCE)
     plain, *_ = run_ranks(1, prefer_experts, tmp_path / "0", False, 0.0)[0]
     assert expected[0] - plain[0] > BALANCE
-    results = run_ranks(2, prefer_experts, tmp_path / "2", True, BALANCE)
+    results = run_ranks(2, prefer_experts, tmp_path / "2", True, BALANCE, trees)
     assert sum(losses[0] for losses, *_ in results) / 2 == pytest.approx(expected[0], abs=1e-3)
     for _, aux, found in results:
         assert aux == pytest.approx(logged, abs=1e-3)

@@ -1,13 +1,15 @@
-"""Megatron's routers under plans: losses and counts of sequences, without padding.
+"""Megatron's routers under plans: losses and counts of sequences, without padding. Each text of a
+tree is one.
 
 A layer makes a twin of its router for each micro-batch, so that what is recomputed in the backward
 has the micro-batch of its forward.
 
-T rows of this tensor-parallel rank, S sequences of the group, E experts.
+T rows of this tensor-parallel rank, P parts of its group (`hcp.integrations.routing`), E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -19,7 +21,15 @@ from torch import Tensor
 import hcp
 from hcp.integrations.megatron.megatron_packed import handler_of
 from hcp.integrations.megatron.twin import twin
-from hcp.integrations.routing import batch_tokens, sequence_of_rows, sequence_sums
+from hcp.integrations.routing import (
+    batch_sum,
+    batch_tokens,
+    group_tokens,
+    part_count,
+    part_of_rows,
+    part_sums,
+    text_means,
+)
 
 _NAMES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 """What Megatron's log calls its losses."""
@@ -39,7 +49,7 @@ class _PlannedRouter:
 
     def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         self.places = self._places(len(logits))
-        padding = self.places == len(self.cp.layout.sequences)
+        padding = self.places == part_count(self.cp)
         return super().routing(logits, padding_mask=padding.unsqueeze(1))  # type: ignore[misc]
 
     def apply_z_loss(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -47,7 +57,7 @@ class _PlannedRouter:
         if coefficient is None or not self.training or not torch.is_grad_enabled():
             return logits
         squares = torch.logsumexp(logits, -1).square().unsqueeze(1)
-        total = sequence_sums(self.cp, squares, self.places).sum()
+        total = self._as_one(squares).sum()
         self._record("z_loss", total)
         return self._attached(logits, coefficient * total)
 
@@ -55,14 +65,13 @@ class _PlannedRouter:
         self: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *others: Any, **named: Any
     ) -> Tensor:
         """Balance the rows of the micro-batch on all ranks of the group as one."""
-        return self._balanced(probs, "aux_loss", scores, routing_map, 1)
+        return self._balanced(probs, "aux_loss", scores, routing_map, self._as_one)
 
     def _apply_seq_aux_loss(
         self: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *others: Any, **named: Any
     ) -> Tensor:
         """Balance the rows of each sequence."""
-        sequences = len(self.cp.layout.sequences)
-        return self._balanced(probs, "seq_aux_loss", scores, routing_map, sequences)
+        return self._balanced(probs, "seq_aux_loss", scores, routing_map, self._by_part)
 
     def _apply_global_aux_loss(
         self: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *others: Any, **named: Any
@@ -71,7 +80,7 @@ class _PlannedRouter:
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
             return probs
-        counts, sums = (self._sums(x, 1)[0] for x in (routing_map.double(), scores))
+        counts, sums = self._as_one(routing_map.double()), self._as_one(scores)
         dist.all_reduce(counts, group=self.tp_dp_cp_group)
         self.global_tokens_per_expert += counts.to(self.global_tokens_per_expert.dtype)
         self.ga_steps += 1
@@ -80,38 +89,54 @@ class _PlannedRouter:
         factor = self.config.num_moe_experts / (self.topk * self._repeats())
         share = (means * sums).sum() * factor / rows.square()
         self._log("global_load_balancing_loss", share * dist.get_world_size(self.tp_dp_cp_group))
-        return self._attached(probs, coefficient * sum(self.cp.layout.lengths) * share)
+        return self._attached(probs, coefficient * group_tokens(self.cp) * share)
 
     def _apply_expert_bias(
         self: Any, routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> None:
         if self.enable_expert_bias and torch.is_grad_enabled():
-            counts = sequence_sums(self.cp, routing_map.detach().double(), self.places).sum(0)
+            counts = self._as_one(routing_map.detach().double())
             self.local_tokens_per_expert += counts.to(self.local_tokens_per_expert.dtype)
 
     def _balanced(
-        self: Any, probs: Tensor, kind: str, scores: Tensor, routing_map: Tensor, parts: int
+        self: Any,
+        probs: Tensor,
+        kind: str,
+        scores: Tensor,
+        routing_map: Tensor,
+        over: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Add the losses of so many parts, each times its rows."""
+        """Add the losses of what rows are summed over, each times its rows."""
         coefficient = self.get_aux_loss_coeff(kind)
         if coefficient == 0:
             return probs
-        counts, sums = (self._sums(x, parts) for x in (routing_map.double(), scores))
-        if dist.get_world_size(self.tp_group) > 1:
-            dist.all_reduce(counts, group=self.tp_group)
-        counts = self.cp.group.sum(counts)
-        rows = counts.sum(1, keepdim=True).clamp(min=1) / self.topk
-        weights = counts * self.config.num_moe_experts / (self.topk * rows)
-        total = (weights.to(sums.dtype) * sums).sum() / self._repeats()
+        counts = self._of_group(over(routing_map.double()))
+        if counts.dim() == 1:
+            weights = counts * self.topk / counts.sum().clamp(min=1)
+        else:
+            weights = text_means(self.cp, counts, 1)
+        sums = over(scores)
+        factor = self.config.num_moe_experts / (self.topk * self._repeats())
+        total = (weights.to(sums.dtype) * sums).sum() * factor
         self._record(_NAMES[kind], total)
         return self._attached(probs, coefficient * total)
 
-    def _sums(self: Any, x: Tensor, parts: int) -> Tensor:
-        sums = sequence_sums(self.cp, x, self.places)
-        return sums if parts == len(sums) else sums.sum(0, keepdim=True)
+    def _by_part(self: Any, x: Tensor) -> Tensor:
+        """Sum rows (T, W) of this rank over each part: (P, W)."""
+        return part_sums(self.cp, x, self.places)
+
+    def _as_one(self: Any, x: Tensor) -> Tensor:
+        """Sum rows (T, W) of this rank, each once for each text through it: (W,)."""
+        return batch_sum(self.cp, self._by_part(x))
+
+    def _of_group(self: Any, counts: Tensor) -> Tensor:
+        """Sum counts over the ranks that share rows, and those of the group."""
+        if self.config.sequence_parallel and dist.get_world_size(self.tp_group) > 1:
+            dist.all_reduce(counts, group=self.tp_group)
+        return self.cp.group.sum(counts)
 
     def _places(self: Any, count: int) -> Tensor:
-        """The sequence of each row of this tensor-parallel rank, S for padding."""
+        """The part of each row of this tensor-parallel rank, P for padding."""
         size, rank = (dist.get_world_size(self.tp_group), dist.get_rank(self.tp_group))
         if not self.config.sequence_parallel:
             size, rank = 1, 0
@@ -120,7 +145,7 @@ class _PlannedRouter:
                 f"a router got {count} rows on each of {size} ranks, expected {self.rows} of the "
                 "micro-batch: give its experts all rows at once (mlp_chunks_for_training 1)"
             )
-        return sequence_of_rows(self.cp, self.rows)[rank * count : (rank + 1) * count]
+        return part_of_rows(self.cp, self.rows)[rank * count : (rank + 1) * count]
 
     def _repeats(self: Any) -> int:
         """How often an MTP layer that is used for all predictions adds a loss."""

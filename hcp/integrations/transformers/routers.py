@@ -1,6 +1,7 @@
 """Losses and counts of Transformers' routers, of sequences and of the whole batch.
 
-T rows on this rank, S sequences of its group, L layers with experts, K experts of a row, E experts.
+T rows on this rank, P parts of its group (see `hcp.integrations.routing`), L layers with experts,
+K experts of a row, E experts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch.nn import functional as F
 from hcp._words import GradReduce
 from hcp.integrations.routing import (
     batch_balance,
+    batch_sum,
     expert_counts,
+    part_counts,
+    part_sums,
     sequence_balance,
-    sequence_counts,
-    sequence_sums,
 )
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import check_grad_reduce
@@ -107,7 +109,7 @@ def router_aux_loss(
     add it to that of `causal_lm_loss`, times a coefficient.
 
     Without `batch_counts` it is the mean, over the sequences of the batch, of the loss of each
-    sequence alone. Every rank of the group calls it.
+    sequence alone. Each text of a tree is one. Every rank of the group calls it.
 
     With `batch_counts`, (L, E), it is that of all rows of the batch as one. These counts have to be
     known before the first backward, hence after a forward of all micro-batches: sum `aux_counts`
@@ -120,7 +122,7 @@ def router_aux_loss(
     """
     check_grad_reduce(grad_reduce)
     scores = [_scores(routed, layer) for layer in routed.layers]
-    sums = torch.stack([sequence_sums(cp, x) for x in scores], 1)  # (S, L, E)
+    sums = torch.stack([part_sums(cp, x) for x in scores], 1)  # (P, L, E)
     if batch_counts is None:
         share = sequence_balance(
             cp, _flat(routed, _counts(cp, routed, scores)), _flat(routed, sums)
@@ -139,11 +141,12 @@ def aux_counts(cp: ContextParallelHandler, routed: Routed) -> Tensor:
     the highest scores.
     """
     scores = [_scores(routed, layer) for layer in routed.layers]
-    return _counts(cp, routed, scores).sum(0)
+    return batch_sum(cp, _counts(cp, routed, scores).flatten(1)).view(len(scores), -1)
 
 
 def tokens_per_expert(cp: ContextParallelHandler, routed: Routed) -> Tensor:
-    """Count this rank's rows that each expert computes: int64 (L, E), without padding.
+    """Count this rank's rows that choose each expert: int64 (L, E), without padding. A row of a
+    tree counts once for each text through it.
 
     Summed over the micro-batches and ranks of a step they are those of the whole batch, by which
     experts are balanced without a loss (https://arxiv.org/abs/2408.15664).
@@ -195,10 +198,10 @@ def _scores(routed: Routed, layer: RoutedLayer) -> Tensor:
 
 
 def _counts(cp: ContextParallelHandler, routed: Routed, scores: Sequence[Tensor]) -> Tensor:
-    """Count the highest scores of each row, of each sequence: float64 (S, L, E)."""
+    """Count the highest scores of each row, of each part: float64 (P, L, E)."""
     experts = routed.layers[0].chosen.shape[1]
     highest = (x.detach().topk(experts, -1).indices for x in scores)
-    counts = [sequence_counts(cp, x, y.shape[1]) for x, y in zip(highest, scores, strict=True)]
+    counts = [part_counts(cp, x, y.shape[1]) for x, y in zip(highest, scores, strict=True)]
     return torch.stack(counts, 1)
 
 
@@ -214,7 +217,7 @@ def _factor(routed: Routed) -> float:
 
 
 def _checked(counts: Tensor, own: Tensor) -> Tensor:
-    """Return counts of a whole batch, (L, E). `own`: (S, L, E)."""
+    """Return counts of a whole batch, (L, E). `own`: (P, L, E)."""
     if counts.shape != own.shape[1:]:
         raise ValueError(
             f"batch_counts has shape {tuple(counts.shape)}, expected {tuple(own.shape[1:])}: "

@@ -203,20 +203,15 @@ class PlannedTrees(PlannedAlone):
     def compute(
         self, fused: Callable[..., Any], samples: list[dict[str, Tensor]], routed: nn.Module | None
     ) -> tuple[OwnRows, Step]:
-        if routed is not None:
-            raise ValueError(
-                "router_aux_loss_coef is not 0 under trees=True, expected 0: routers' loss is a "
-                "mean over sequences, and a tree has rows of several"
-            )
         trees = prefix_trees([sample["input_ids"] for sample in samples], **self._options)
         self._masks = gather_masks(trees.masks, self._groups)
         labels = [sample["labels"] for sample in samples]
         samples = _tree_samples(trees, samples, labels)
-        (rows, names, _), step = super().compute(fused, samples, None)
+        (rows, names, balance), step = super().compute(fused, samples, routed)
         # Where one sequence has a target, others that share the row may have none.
         own = zip(trees.by_rollout(rows), labels, strict=True)
         rows = [x.where((y != IGNORED)[:, None], 0.0) for x, y in own]
-        return OwnRows(rows, names, None), step
+        return OwnRows(rows, names, balance), step
 
 
 def _tree_samples(
