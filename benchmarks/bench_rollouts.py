@@ -2,7 +2,8 @@
 prefix tree (hcp.prefix_trees), packed under dynamic CP, and packed under CP over all ranks.
 
     torchrun --nproc-per-node 2 benchmarks/bench_rollouts.py [--prompts 8000 16000 32000]
-    python benchmarks/bench_rollouts.py --device cpu --prompts 200 --answer 20      one rank
+    torchrun --nproc-per-node 1 benchmarks/bench_rollouts.py --device cpu --prompts 200
+        --answer 20 --layers 1 --width 256 --inner 512 --heads 2 1 --vocabulary 1000    one rank
 
 Columns, one row for each length of the prompt and each way:
   rows     tokens of the batch
