@@ -239,7 +239,8 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
     status = hcp__search_judge_waves(l->s, err);
   if (status == HCP_OK && hcp__waves_shelve(l->waves, &l->s->blocks))
     status = hcp__search_judge_waves(l->s, err);
-  for (int32_t tight = 0; tight < 2 && status == HCP_OK; tight++)
+  /* Few sequences have small steps, which do better. */
+  for (int32_t tight = hcp__is_few(l->s->p) ? 2 : 0; tight < 2 && status == HCP_OK; tight++)
     if (hcp__waves_level(l->waves, tight, &l->s->blocks))
       status = hcp__search_judge_waves(l->s, err);
   return status;
