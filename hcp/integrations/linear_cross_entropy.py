@@ -31,6 +31,12 @@ def linear_cross_entropy(
         narrow = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
         bias = None if bias is None else bias.to(narrow)
+    if weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"the head's rows are {hidden.dtype} and its weight is {weight.dtype}, expected one "
+            "dtype: losses would be rounded without a word. A policy of FSDP2 whose output_dtype "
+            "rounds rows wants it as param_dtype, too"
+        )
     losses = _library(device)(hidden, weight, labels, bias)
     return losses.to(torch.promote_types(losses.dtype, torch.float32))
 

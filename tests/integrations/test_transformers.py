@@ -1828,6 +1828,36 @@ def test_logits_that_a_model_changes_are_refused(kind):
     assert loss_of(model, 9, False) > 0  # the head is its own again
 
 
+@needs_linear_cross_entropy
+def test_a_hook_that_changes_what_the_head_returns_is_refused():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build("llama")
+    register_hcp_attention(model)
+    expected = loss_of(model, 9, False)
+    hook = model.lm_head.register_forward_hook(lambda head, given, logits: logits * 2)
+    with pytest.raises(ValueError, match=r"changes what its head returns, .* or by a hook"):
+        loss_of(model, 9, True)
+    hook.remove()
+    assert (loss_of(model, 9, True) - expected).abs() < 1e-5
+
+
+def test_a_head_whose_forward_was_replaced_is_refused_and_keeps_it():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build("llama")
+    register_hcp_attention(model)
+    own = model.lm_head.forward
+
+    def doubled(x):
+        return 2 * own(x)
+
+    model.lm_head.forward = doubled
+    with pytest.raises(ValueError, match="has a forward that replaces its class's, expected torch"):
+        loss_of(model, 9, True)
+    assert model.lm_head.forward is doubled
+
+
 def test_a_head_that_is_not_linear_is_refused():
     from hcp.integrations.transformers import register_hcp_attention
 
@@ -1840,6 +1870,18 @@ def test_a_head_that_is_not_linear_is_refused():
     model.lm_head = Tuned(32, 64)
     with pytest.raises(ValueError, match=r"head of LlamaForCausalLM is Tuned, expected torch.nn"):
         loss_of(model, 9, True)
+
+
+@needs_linear_cross_entropy
+def test_rows_of_another_dtype_than_the_heads_weight_are_refused():
+    """torch would compute losses in that of the rows."""
+    from hcp.integrations.linear_cross_entropy import linear_cross_entropy
+
+    rows, weight, labels = torch.ones(3, 8).bfloat16(), torch.ones(5, 8), torch.zeros(3).long()
+    with pytest.raises(ValueError, match=r"rows are torch.bfloat16 and its weight is torch.float3"):
+        linear_cross_entropy(rows, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear_cross_entropy(rows, weight, labels).dtype == torch.float32
 
 
 def test_no_library_for_it_is_an_error(monkeypatch):
@@ -1909,9 +1951,9 @@ def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
         assert warning.startswith("hcp: the plan lets ranks wait at the end of a step only")
 
 
-def losses_and_gradients(rank, size, sharded):
+def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16):
     """Of one micro-batch, by a head that computes losses. Sharded: as Accelerate does from 1.15 on,
-    with a unit for the head, and what units return is rounded to bfloat16."""
+    with a unit for the head, whose output is rounded to bfloat16, and the model's to `returned`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from hcp.integrations.transformers import (
@@ -1925,7 +1967,7 @@ def losses_and_gradients(rank, size, sharded):
     if sharded:
         policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
         fully_shard(model.lm_head, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=returned))
     plan = hcp.plan([21], ranks=size, max_tokens_per_rank=24 // size, sync="micro_batch")
     samples = [causal_lm_sample(sample) for sample in documents([21])] if rank == 0 else []
     ((cp, local),) = hcp.dispatch(plan, samples, [0], hcp.build_process_groups())
@@ -1935,10 +1977,11 @@ def losses_and_gradients(rank, size, sharded):
     return cp.combine(losses.detach()), grads
 
 
+@pytest.mark.parametrize("returned", [torch.bfloat16, torch.float32])
 @needs_linear_cross_entropy
-def test_losses_of_a_head_that_fsdp2_shards_are_not_rounded_to_what_it_returns():
+def test_losses_of_a_head_that_fsdp2_shards_are_not_rounded_to_what_it_returns(returned):
     alone, expected = run_ranks(1, losses_and_gradients, False)[0]
-    two = run_ranks(2, losses_and_gradients, True)
+    two = run_ranks(2, losses_and_gradients, True, returned)
     torch.testing.assert_close(two[0][0], alone, atol=1e-5, rtol=0)  # that has the sample
     for _, grads in two:
         torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-5)

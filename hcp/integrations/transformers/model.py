@@ -81,10 +81,9 @@ def causal_lm_losses(
     with _losses_for_logits(model, cp.at_least_one_row(local.labels)) as made:
         found = causal_lm_logits(model, cp, local, inputs).squeeze(-1)
     (losses,) = made
-    if found.dtype == losses.dtype:
-        return found
-    # FSDP2 rounds what a module returns to its policy's output_dtype. The losses are those before,
-    # and the graph still has what FSDP2 put hooks on: its gradient is zero.
+    # FSDP2 rounds what each module returns to its policy's output_dtype, and the root may widen
+    # what the head rounded. The losses are those before, and the graph still has what FSDP2 put
+    # hooks on: its gradient is zero.
     return torch.where(torch.ones_like(found, dtype=torch.bool), losses[0, : cp.rows, 0], found)
 
 
@@ -108,6 +107,11 @@ def linear_head(model: nn.Module) -> nn.Linear:
         raise ValueError(
             f"the head of {type(model).__name__} is {type(head).__name__}, expected "
             "torch.nn.Linear: linear_cross_entropy=True multiplies by its weight"
+        )
+    if "forward" in vars(head):
+        raise ValueError(
+            f"the head of {type(model).__name__} has a forward that replaces its class's, expected "
+            "torch.nn.Linear's: linear_cross_entropy=True multiplies by its weight"
         )
     return head
 
@@ -134,10 +138,13 @@ def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor
         returned[:] = [output]
 
     def check(model: nn.Module, given: object, output: Any) -> None:
-        if output.logits is not returned[0]:
+        same = returned and output.logits is returned[0]
+        rounded = same and returned[0].dtype != made[0].dtype
+        if not same or not (rounded or returned[0] is made[0]):
             raise ValueError(
                 f"{type(model).__name__} changes what its head returns, such as by a scale or a "
-                "cap of logits, expected a model that does not: linear_cross_entropy=False"
+                "cap of logits, or by a hook, expected a model that does not: "
+                "linear_cross_entropy=False"
             )
 
     hooks = head.register_forward_hook(keep), model.register_forward_hook(check, prepend=True)
