@@ -399,7 +399,14 @@ def _stacked(values: Sequence[Any]) -> Tensor:
 
 def _cat(name: str, values: Sequence[Any], lengths: Sequence[int], whose: str) -> Tensor:
     """All values end to end, so many of each."""
-    each = [_tensor_of(f"{name}[{i}]", own, "numbers") for i, own in enumerate(values)]
+    each = []
+    for i, own in enumerate(values):
+        if _has_tensors(own):
+            raise ValueError(
+                f"{name}[{i}] is a {type(own).__name__} with tensors, whose gradients it would "
+                "lose, expected one tensor or numbers: torch.stack them"
+            )
+        each.append(_tensor_of(f"{name}[{i}]", own, "numbers"))
     if len(each) != len(lengths):
         raise ValueError(f"{name} has {len(each)} items, expected {len(lengths)}: {whose}")
     for i, (own, length) in enumerate(zip(each, lengths, strict=True)):
@@ -409,3 +416,9 @@ def _cat(name: str, values: Sequence[Any], lengths: Sequence[int], whose: str) -
                 f"{whose}[{i}]"
             )
     return torch.cat(each) if each else torch.empty(0)
+
+
+def _has_tensors(items: Any) -> bool:
+    return isinstance(items, list | tuple) and any(
+        isinstance(item, Tensor) or _has_tensors(item) for item in items
+    )

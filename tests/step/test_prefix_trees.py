@@ -301,6 +301,12 @@ def test_values_of_other_shapes_are_refused() -> None:
         trees.summed([1.0, 2.0])
     with pytest.raises(ValueError, match=r"values\[1\] is 'abc', expected numbers"):
         trees.first([[1, 2], "abc"])
+    weight = torch.ones((), requires_grad=True)
+    for nested in ([weight] * 2, ([0.5], [weight])):
+        with pytest.raises(
+            ValueError, match=r"values\[1\] is a (list|tuple) with tensors, .*stack"
+        ):
+            trees.summed([[1.0, 2.0], nested])
     with pytest.raises(ValueError, match="values has 1 items, expected 2"):
         trees.by_tree([1.0])
 
