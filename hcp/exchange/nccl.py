@@ -37,7 +37,8 @@ def _refuse_expandable_segments(rank: int) -> None:
     """Refuse a captured exchange that would hang in the replay: NCCL registers the buffers that a
     graph captures, each as one piece of memory, and torch's expandable segments are several."""
     allocator = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    expands = any("expandable_segments:True" in os.environ.get(name, "") for name in allocator)
+    given = ["".join(os.environ.get(name, "").split()) for name in allocator]  # as torch reads it
+    expands = any("expandable_segments:True" in options for options in given)
     if expands and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         raise HcpError(
             f"rank {rank}: a CUDA graph captures an exchange by NCCL, and torch's allocator has "

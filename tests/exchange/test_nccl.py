@@ -138,12 +138,17 @@ def test_an_exchange_is_queued_with_its_number(
     assert len(transport._watch._pending) == 2  # none of a graph
 
 
+@pytest.mark.parametrize("segments", ["expandable_segments:True", "expandable_segments : True"])
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_graph_of_expandable_segments_is_refused_unless_nccl_registers_no_buffers(
-    transport: NcclTransport, joined: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+    transport: NcclTransport,
+    joined: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    segments: str,
 ) -> None:
     queue(monkeypatch, lambda *arguments: None)
-    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv(name, f"max_split_size_mb:64,{segments}")
     start(transport).wait()  # not captured
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(hcp.HcpError, match="the replay hangs: leave it out of PYTORCH_ALLOC_CONF"):
