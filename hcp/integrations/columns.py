@@ -135,7 +135,7 @@ def _sample(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         "input_ids": columns[TOKENS],
         "labels": labels,
-        "loss_mask": (labels != IGNORED).float(),
+        "loss_mask": labels != IGNORED,
         **axes,
     }
 

@@ -14,17 +14,26 @@ from hcp._versions import installed, numbers
 LIGER = "0.8.5"
 """The first version whose gradient of each row's loss is right."""
 
-Losses = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Losses = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    summed: bool = False,
 ) -> Tensor:
-    """Return the cross-entropy of each row, (T,), float32 or wider.
+    """Return the cross-entropy of each row, (T,), or with `summed` their sum, a scalar; float32 or
+    wider.
 
     `hidden`: (T, hidden). `weight`, `bias`: of the head, (vocabulary, hidden) and (vocabulary,).
     `labels`: (T,), -100 for a loss of 0. Liger's kernel computes it on GPUs if it is installed, and
     otherwise torch's. Raises ImportError where there is neither: see `check_linear_cross_entropy`.
+
+    Liger computes gradients of a sum in the forward. Those of losses row by row wait for the
+    backward, which computes all logits a second time.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -37,7 +46,7 @@ def linear_cross_entropy(
             "dtype: losses would be rounded without a word. A policy of FSDP2 whose output_dtype "
             "rounds rows wants it as param_dtype, too"
         )
-    losses = _library(device)(hidden, weight, labels, bias)
+    losses = _library(device)(hidden, weight, labels, bias, summed)
     return losses.to(torch.promote_types(losses.dtype, torch.float32))
 
 
@@ -61,17 +70,23 @@ def _library(device: str) -> Losses:
     )
 
 
-def _of_liger(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+def _of_liger(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, summed: bool
+) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses: Tensor = liger_fused_linear_cross_entropy(
-        hidden, weight, labels, bias, reduction="none"
+        hidden, weight, labels, bias, reduction="sum" if summed else "none"
     )
     return losses
 
 
-def _of_torch(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+def _of_torch(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, summed: bool
+) -> Tensor:
     options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(
+    losses = F.linear_cross_entropy(
         hidden, weight, labels, linear_bias=bias, reduction="none", options=options
     )
+    # Its own sum would be rounded to 16 bits where they are.
+    return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)) if summed else losses

@@ -44,3 +44,22 @@ def test_losses_and_gradients_are_those_of_the_logits_without_their_memory() -> 
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
     assert found[1][0].dtype == torch.float32
     assert peaks[0] > 4 * ROWS * WORDS > 4 * peaks[1]
+
+
+def test_a_sum_and_its_gradients_are_those_of_the_rows() -> None:
+    try:
+        _library("cuda")
+    except ImportError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(WORDS, HIDDEN, device="cuda", dtype=torch.bfloat16) * 0.05
+    labels = torch.randint(0, WORDS, (ROWS,), device="cuda")
+    labels[::5] = -100
+    found = []
+    for summed in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        total = linear_cross_entropy(*inputs, labels, summed=summed).sum()
+        found.append((total, *torch.autograd.grad(total * 1e-3, inputs)))
+    for expected, got in zip(*found, strict=True):
+        assert (got - expected).abs().max() < 0.02 * expected.abs().max()

@@ -1987,6 +1987,70 @@ def test_losses_of_a_head_that_fsdp2_shards_are_not_rounded_to_what_it_returns(r
         torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-5)
 
 
+def loss_beside_a_rank_without_rows(rank, size, linear, weights):
+    """A micro-batch whose only sequence is on one rank: loss and gradients of this rank."""
+    from hcp.integrations.transformers import (
+        causal_lm_loss,
+        causal_lm_sample,
+        register_hcp_attention,
+    )
+
+    model = build("llama").double()
+    register_hcp_attention(model)
+    plan = hcp.plan([11], ranks=size, max_tokens_per_rank=16, max_degree=1)
+    sample = causal_lm_sample(documents([11])[0])
+    sample["loss_mask"] = sample["loss_mask"].to(weights)
+    mine = [sample] if rank == 0 else []
+    ((cp, local),) = hcp.dispatch(plan, mine, [0], hcp.build_process_groups())
+    assert local.loss_mask.dtype == weights
+    loss = causal_lm_loss(model, cp, local, grad_reduce="sum", linear_cross_entropy=linear)
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@needs_linear_cross_entropy
+@pytest.mark.parametrize("weights", [torch.bool, torch.float64], ids=["mask", "weights"])
+def test_a_loss_by_the_head_is_that_of_the_logits_also_on_ranks_without_rows(weights):
+    expected = run_ranks(2, loss_beside_a_rank_without_rows, False, weights)
+    for found, of_logits in zip(
+        run_ranks(2, loss_beside_a_rank_without_rows, True, weights), expected, strict=True
+    ):
+        torch.testing.assert_close(found, of_logits, atol=1e-10, rtol=1e-10)
+    assert sorted(loss > 0 for loss, _ in expected) == [False, True]
+
+
+@needs_linear_cross_entropy
+def test_the_head_sums_losses_where_each_row_counts_once(monkeypatch):
+    """Liger then computes no logits a second time."""
+    from hcp.integrations import linear_cross_entropy
+    from hcp.integrations.transformers import (
+        causal_lm_loss,
+        causal_lm_sample,
+        register_hcp_attention,
+    )
+
+    asked, library = [], linear_cross_entropy._library("cpu")
+
+    def watched(*given):
+        asked.append(given[-1])
+        return library(*given)
+
+    monkeypatch.setattr(linear_cross_entropy, "_library", lambda device: watched)
+    model = build("llama")
+    register_hcp_attention(model)
+
+    def work(groups):
+        for weights in (torch.bool, torch.float32):
+            sample = causal_lm_sample(documents([9])[0])
+            sample["loss_mask"] = sample["loss_mask"].to(weights)
+            plan = hcp.plan([9], ranks=1, max_tokens_per_rank=9)
+            ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
+            causal_lm_loss(model, cp, local, grad_reduce="sum", linear_cross_entropy=True)
+
+    hcp.loopback(1, work)
+    assert asked == [True, False]
+
+
 SHARDED = {
     "fsdp": True,
     # Transformers before 5.12 takes FSDP1 where no version is named.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hcp._words import GradReduce
 from hcp.integrations.barrier import warn_of_the_barrier
-from hcp.integrations.columns import AXES
+from hcp.integrations.columns import AXES, IGNORED
 from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
 from hcp.integrations.transformers.image_samples import OF_AXES, has_axes
 from hcp.integrations.transformers.routers import record_routers, router_aux_loss
@@ -78,7 +78,33 @@ def causal_lm_losses(
     """
     if not linear_cross_entropy:
         return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
-    with _losses_for_logits(model, cp.at_least_one_row(local.labels)) as made:
+    return _losses_by_the_head(model, cp, local, inputs, local.labels, summed=False)
+
+
+def _summed_losses(
+    model: nn.Module,
+    cp: ContextParallelHandler,
+    local: LocalBatch,
+    inputs: Mapping[str, Any] | None,
+) -> Tensor:
+    """The losses of `causal_lm_losses` by the head, all of them in the first row: (T,). `loss_mask`
+    says which rows count. Liger computes a sum's gradients without its logits a second time."""
+    labels = local.labels.masked_fill(~local.loss_mask, IGNORED)
+    total = _losses_by_the_head(model, cp, local, inputs, labels, summed=True)
+    return F.pad(total, (0, cp.rows - len(total)))
+
+
+def _losses_by_the_head(
+    model: nn.Module,
+    cp: ContextParallelHandler,
+    local: LocalBatch,
+    inputs: Mapping[str, Any] | None,
+    labels: Tensor,
+    *,
+    summed: bool,
+) -> Tensor:
+    """The head's losses of its rows (T,), or their sum (1,); without rows (0,)."""
+    with _losses_for_logits(model, cp.at_least_one_row(labels, IGNORED), summed) as made:
         found = causal_lm_logits(model, cp, local, inputs).squeeze(-1)
     (losses,) = made
     # FSDP2 rounds what each module returns to its policy's output_dtype, and the root may widen
@@ -117,9 +143,10 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 
 @contextlib.contextmanager
-def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
-    """Inside this context, a model's logits are its rows' losses, (1, T, 1), in the type that FSDP2
-    lets modules return. Yields a list that gets the losses themselves. `labels`: (T,).
+def _losses_for_logits(model: nn.Module, labels: Tensor, summed: bool) -> Iterator[list[Tensor]]:
+    """Inside this context, a model's logits are its rows' losses (1, T, 1), or their sum (1, 1, 1),
+    in the type that FSDP2 lets modules return. Yields a list that gets what the head itself
+    returns. `labels`: (T,).
 
     The head computes them itself: its weight is whole while it is called, also under FSDP.
     """
@@ -129,8 +156,8 @@ def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor
     returned: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        rows = losses_of_hidden(hidden[0], head.weight, labels, head.bias)
-        losses = rows[None, :, None].clone()  # FSDP2 warns of views
+        rows = losses_of_hidden(hidden[0], head.weight, labels, head.bias, summed=summed)
+        losses = rows.reshape(1, -1, 1).clone()  # FSDP2 warns of views
         made[:] = [losses]
         return losses
 
@@ -179,10 +206,15 @@ def causal_lm_loss(
     check_grad_reduce(grad_reduce)  # before a forward
     watch = record_routers(model) if router_aux_loss_coef else contextlib.nullcontext()
     with watch as routed:
-        losses = causal_lm_losses(
-            model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy
-        )
-    loss = cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)
+        if linear_cross_entropy and local.loss_mask.dtype == torch.bool:  # each row counts once
+            losses = _summed_losses(model, cp, local, inputs)
+            weights = torch.ones_like(losses)
+        else:
+            losses = causal_lm_losses(
+                model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy
+            )
+            weights = local.loss_mask
+    loss = cp.loss(losses, weights, grad_reduce=grad_reduce)
     if routed is None:
         return loss
     return loss + router_aux_loss_coef * router_aux_loss(cp, routed, grad_reduce=grad_reduce)
