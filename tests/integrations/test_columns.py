@@ -91,8 +91,8 @@ def test_a_packed_row_gives_each_document_as_if_it_were_alone(data: st.DataObjec
     assert [s["input_ids"].tolist() for s in found] == [d["input_ids"] for d in documents]
     assert [s["labels"].tolist() for s in found] == [next_tokens(d) for d in documents]
     for sample in found:
-        assert {x.dtype for x in sample.values()} == {torch.int64, torch.float32}
-        assert sample["loss_mask"].tolist() == [float(x != -100) for x in sample["labels"].tolist()]
+        assert {x.dtype for x in sample.values()} == {torch.int64, torch.bool}
+        assert sample["loss_mask"].tolist() == [x != -100 for x in sample["labels"].tolist()]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,7 +113,7 @@ def test_masks_may_be_bools() -> None:
 
 def test_a_sequence_without_a_token_to_learn_is_a_sample() -> None:
     sample = causal_lm_sample({"input_ids": [5, 6], "labels": [-100, -100]})
-    assert sample["loss_mask"].tolist() == [0.0, 0.0]
+    assert sample["loss_mask"].tolist() == [False, False]
 
 
 def test_a_tail_of_positions_0_is_documents_without_a_loss() -> None:

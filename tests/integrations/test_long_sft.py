@@ -135,21 +135,21 @@ def plain_losses(folder, steps):
 def test_losses_are_those_of_a_plain_run_whatever_is_kept(folder, tmp_path):
     expected = plain_losses(folder, 3)
     found = {}
-    for gib in ("1", "0.0022"):
+    for gib in ("1", "0.0024"):
         argv = options(folder, tmp_path / gib, "--device-gib", gib)
         found[gib] = run_ranks(2, run, argv)
         for losses, *_ in found[gib]:
             assert losses == pytest.approx(expected, abs=1e-6)
     assert found["1"][0][2] == ("keep",) * 3
-    assert found["0.0022"][0][2] != ("keep",) * 3
-    told = found["0.0022"][0][3]
+    assert found["0.0024"][0][2] != ("keep",) * 3
+    told = found["0.0024"][0][3]
     assert re.search(rf"^{LENGTH} tokens, {LENGTH // 2} rows a rank: predicted", told, re.MULTILINE)
     assert found["1"][1][3] == ""  # rank 1 prints nothing
 
 
 def test_under_fsdp2_with_evaluation_and_resume(folder, tmp_path):
     expected = plain_losses(folder, 3)
-    more = ("--fsdp", "--device-gib", "0.0022", "--save-steps", "2", "--held-out", "2")
+    more = ("--fsdp", "--device-gib", "0.0024", "--save-steps", "2", "--held-out", "2")
     more += ("--eval-cp", "2")
     whole = run_ranks(2, run, options(folder, tmp_path / "run", *more))
     resumed = options(folder, tmp_path / "run", *more, "--resume")
