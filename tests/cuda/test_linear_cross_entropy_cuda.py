@@ -58,8 +58,8 @@ def test_a_sum_and_its_gradients_are_those_of_the_rows() -> None:
     labels[::5] = -100
     found = []
     for summed in (False, True):
-        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
-        total = linear_cross_entropy(*inputs, labels, summed=summed).sum()
+        inputs = x, w = [x.clone().requires_grad_() for x in (hidden, weight)]
+        total = linear_cross_entropy(x, w, labels, summed=summed).sum()
         found.append((total, *torch.autograd.grad(total * 1e-3, inputs)))
     for expected, got in zip(*found, strict=True):
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
