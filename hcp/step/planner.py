@@ -201,7 +201,7 @@ class StepPlanner:
                 :func:`hcp.planned_steps`.
             until_empty: end with the first batch of which no rank has samples.
         """
-        own = self._step_of_some if until_empty else self.step_of
+        own = self.step_of_some if until_empty else self.step_of
         make = make or (lambda share, step_transport: own(share, groups, step_transport))  # type: ignore[arg-type]
         with contextlib.closing(steps_of(shares, make, groups, self.plan_ahead)) as steps:
             if self._pace is not None:
@@ -210,9 +210,10 @@ class StepPlanner:
                 self._hand_out(step, groups)
                 yield step
 
-    def _step_of_some(
+    def step_of_some(
         self, samples: Iterable[Given], groups: ProcessGroups, step_transport: StepTransport
     ) -> Step | None:
+        """Make a step as ``step_of`` does. None: no rank has samples."""
         lengths, sources, own = self.gather(samples, step_transport)
         return self._planned(lengths, sources, own, groups, step_transport) if lengths else None
 

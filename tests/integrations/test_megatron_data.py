@@ -687,6 +687,97 @@ def test_plans_are_for_the_stages_and_rounds_of_the_schedule():
     run_ranks(4, plan_for_stages)
 
 
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def sample_of_a_tree(**changes):
+    trees = hcp.prefix_trees([[5, 6, 7, 1], [5, 6, 7, 2]])
+    fields = {"tokens": trees.tokens[0], "labels": trees.labels[0], "mask": trees.masks[0]}
+    return {**fields, "loss_mask": trees.summed([[1, 1, 1, 0.0]] * 2)[0], **changes}
+
+
+def plan_trees(rank, size):
+    """Three ranks, two of one domain; the first loads a tree and a text, the second a text."""
+    from hcp.integrations.megatron import plan_batches
+
+    groups = hcp.build_process_groups(pp=3)
+    own = [sample_of_a_tree(), {"tokens": torch.ones(5)}], [{"tokens": torch.ones(2)}]
+    config = hcp.Config(8, plan_ahead=1)
+    place = groups.rank("dp_cp")
+    steps = list(plan_batches([own[place], own[1]], config, groups, masks=True))
+    masks = [None if not step.plan.masks else step.plan.masks["mask"] for step in steps]
+    causal = hcp.Mask.causal
+    assert masks == [(sample_of_a_tree()["mask"], causal(5), causal(2)), None]
+    seen = [0, 0]
+    for batch in steps[0]:
+        cp = batch["packed_seq_params"].cp_handler
+        assert torch.equal(batch["position_ids"][0, : cp.rows], cp.position_ids)
+        if groups.rank("pp") == 1:
+            assert batch["loss_mask"] is None
+            continue
+        seen[0] += batch["loss_mask"].sum().item()
+        seen[1] += (batch["loss_mask"] == 2).sum().item()
+    return seen
+
+
+@needs_megatron
+def test_rows_of_trees_count_for_each_text_and_a_step_without_trees_has_no_masks():
+    seen = torch.tensor(run_ranks(6, plan_trees))
+    assert seen.sum(0).tolist() == [2 * (6 + 4 + 1), 2 * 2]  # of two stages that need rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": hcp.Mask.tree([3, 1], [-1, 0])}, r"mask is Mask\(length=4, .* of 6 tokens"),
+        ({"mask": torch.ones(6, 6)}, r"(?s)mask is tensor.* expected an hcp.Mask of as many"),
+        ({"labels": None}, "a sample has a mask and no labels, expected both"),
+        ({"position_ids": torch.arange(6)}, r"a mask and \['position_ids'\], expected the mask"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, r"a mask and \['cu_seqlens'\], expected the mask"),
+        ({"loss_mask": torch.full((6,), 0.5)}, "other than 0 and 1, expected whole numbers"),
+        ({"loss_mask": torch.full((6,), torch.inf)}, "other than 0 and 1, expected whole numbers"),
+        ({"loss_mask": torch.full((6,), -1.0)}, "other than 0 and 1, expected whole numbers"),
+        ({"loss_mask": torch.ones(6)}, "labels has -100 where loss_mask is 1"),
+    ],
+)
+@needs_megatron
+def test_a_masked_sample_that_cannot_be_taken_is_refused(changes, message):
+    from hcp.integrations.megatron.data import sequences_of
+
+    with pytest.raises(ValueError, match=message):
+        list(sequences_of(sample_of_a_tree(**changes), masks=True))
+
+
+def refuse_masks(rank, size):
+    from hcp.integrations.megatron import forward_step, plan_batches
+
+    groups, config = hcp.build_process_groups(), hcp.Config(8)
+    batches = [[sample_of_a_tree()] if rank == 1 else []]
+    error = ValueError if rank == 1 else hcp.HcpError
+    with pytest.raises(error, match=r"a sample has a mask.*, expected none: plan_batches\(masks=T"):
+        next(plan_batches(batches, config, groups))
+    for too_long in ("drop", "cut"):
+        other = hcp.Config(8, too_long=too_long)
+        with pytest.raises(ValueError, match=f"too_long is '{too_long}' and masks is True"):
+            next(plan_batches(batches, other, groups, masks=True))
+    (step,) = plan_batches(batches, config, groups, masks=True)
+
+    class Predicting(torch.nn.Module):
+        rolls_along_sequences = True
+        config = SimpleNamespace(mtp_num_layers=1, calculate_per_token_loss=True)
+
+    with pytest.raises(ValueError, match="mtp_num_layers is 1 and samples have masks"):
+        forward_step(step.data_iterator(), Predicting())
+
+
+@needs_megatron
+def test_masks_that_were_not_asked_for_or_cannot_be_are_refused_on_every_rank():
+    run_ranks(2, refuse_masks)
+
+
+# ---- stages and peers ----------------------------------------------------------------------------
+
+
 def plan_for_a_middle_stage(rank, size):
     from hcp.integrations.megatron import plan_batches
 

@@ -4,6 +4,7 @@ The reference of every model is Megatron's own on one rank, without hcp, one doc
 losses of steps of Adam are compared, and the gradients of the first step.
 """
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -111,6 +112,10 @@ CASES = {
         together=True,
     ),
 }
+TREES = ((45, 50, 38, 41, 7, 55, 30), (61, 61, 22, 12, 9), (90, 89, 25), (30,))
+"""Lengths of rollouts of each step. Some end inside what others share."""
+for name in ("float64 gpt", "balanced experts"):
+    CASES[f"{name} on trees"] = dataclasses.replace(CASES[name], lengths=TREES, shared=14)
 CASES["float64 untied mtp"] = CASES["float64 mtp"].but("--untie-embeddings-and-output-weights")
 
 
@@ -132,6 +137,25 @@ def test_dynamic_cp_on_four_ranks_trains_as_one_rank_does():
 )
 def test_with_a_loss_of_ones_own_in_float64_training_agrees_to_1e_9(flags):
     agree("float64 gpt", 4, *flags, losses=1e-9, gradients=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, ()),
+        (4, ()),
+        (4, ("--context-parallel-size", "4")),
+        (4, ("--pipeline-model-parallel-size", "2")),
+        (4, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    ],
+)
+def test_training_on_trees_equals_training_on_each_rollout_alone(ranks, flags):
+    agree("float64 gpt on trees", ranks, *flags, losses=1e-10, gradients=1e-10, moves=ranks > 2)
+
+
+def test_experts_on_trees_are_balanced_as_by_each_rollout_alone():
+    flags = ("--expert-model-parallel-size", "2")
+    agree("balanced experts on trees", 4, *flags, losses=1e-9, gradients=1e-10)
 
 
 @needs_linear_cross_entropy

@@ -40,6 +40,9 @@ class Case:
     """Lengths of the documents of each step."""
     together: bool = False
     """Whether the reference has the documents of a step in one micro-batch, padded."""
+    shared: int = 0
+    """If not 0: as many tokens are the same in all documents of a step, as many more in each two,
+    and ranks load prefix trees of them."""
 
     def but(self, *flags: str) -> Case:
         return dataclasses.replace(self, flags=(*self.flags, *flags))
@@ -168,7 +171,9 @@ def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
         own = functools.partial(job.forward_step, losses=float64_losses)
         job = dataclasses.replace(job, forward_step=own)
     outcome = Outcome([], [], [], [], {}, {}, [], [])
-    steps = pretraining.plan_steps(job, args.config, share(case.lengths, job.groups), job.groups)
+    load, masks = (share_of_trees, True) if case.shared else (share, False)
+    batches = load(case, job.groups)
+    steps = pretraining.plan_steps(job, args.config, batches, job.groups, masks=masks)
     for step in steps:
         check_plan(step.plan)
         outcome.micro_batches.append(len(step))
@@ -243,11 +248,11 @@ def _train_alone(case: Case) -> Outcome:
     job, model, optimizer = _start(case, OWN_BUILDERS)
     losses = float64_losses if case.builder in ("float64", "wide") else None
     outcome = Outcome([], [], [], [], {}, {}, [], [])
-    for i, lengths in enumerate(case.lengths):
+    for i in range(len(case.lengths)):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        documents = [document(i, j, n) for j, n in enumerate(lengths)]
+        documents = documents_of(case, i)
         loss, tokens = run_alone(model, documents, losses, together=case.together)
         if i == 0:
             for name, parameter, _ in parameters_of(model, job.args):
@@ -307,13 +312,35 @@ def step_alone(
     return out, sums
 
 
-def share(
-    lengths: Sequence[Sequence[int]], groups: hcp.ProcessGroups
-) -> Iterator[list[dict[str, torch.Tensor]]]:
+def share(case: Case, groups: hcp.ProcessGroups) -> Iterator[list[dict[str, Any]]]:
     """Yield this rank's documents of each step."""
-    for i, batch in enumerate(lengths):
-        documents = [document(i, j, n) for j, n in enumerate(batch)]
+    for i in range(len(case.lengths)):
+        documents = documents_of(case, i)
         yield [{"tokens": t} for t in documents[groups.rank("dp_cp") :: groups.size("dp_cp")]]
+
+
+def share_of_trees(case: Case, groups: hcp.ProcessGroups) -> Iterator[list[dict[str, Any]]]:
+    """Yield this rank's trees of each step. The last rank loads one document, without a mask, the
+    first one all others."""
+    rank, last = groups.rank("dp_cp"), groups.size("dp_cp") - 1
+    for i in range(len(case.lengths)):
+        *documents, alone = documents_of(case, i)
+        trees = hcp.prefix_trees(documents if rank == 0 else [])
+        weights = [(torch.arange(len(text)) < len(text) - 1).double() for text in documents]
+        columns = (trees.tokens, trees.labels, trees.summed(weights) if rank == 0 else [])
+        samples = [
+            {"tokens": tokens, "labels": labels, "loss_mask": counts, "mask": mask}
+            for tokens, labels, counts, mask in zip(*columns, trees.masks, strict=True)
+        ]
+        yield samples + [{"tokens": alone}] * (rank == last)
+
+
+def documents_of(case: Case, step: int) -> list[torch.Tensor]:
+    drawn = [document(step, j, n) for j, n in enumerate(case.lengths[step])]
+    if not case.shared:
+        return drawn
+    root, *pairs = (document(step, 500 + j, case.shared) for j in range(1 + len(drawn) // 2 + 1))
+    return [torch.cat([root, pairs[j // 2], own])[: len(own)] for j, own in enumerate(drawn)]
 
 
 def document(step: int, place: int, length: int) -> torch.Tensor:

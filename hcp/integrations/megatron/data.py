@@ -26,6 +26,7 @@ from hcp.integrations.megatron.mtp import PredictionTokens
 from hcp.integrations.megatron.pool import CPGroupPool
 from hcp.integrations.too_long import fit_of
 from hcp.step.ahead import ReadItems
+from hcp.step.dispatch import Step, StepTransport, gather_masks
 from hcp.step.planner import StepPlanner
 
 Batch = dict[str, Any]
@@ -93,6 +94,7 @@ def _batch_of(
 
 
 _FIELDS = ("tokens", "labels", "loss_mask")
+MASK = "mask"
 
 
 def plan_batches(
@@ -107,6 +109,7 @@ def plan_batches(
     micro_batch_group: int | None = None,
     sync: Sync | None = None,
     cp_groups: CPGroupPool | None = None,
+    masks: bool = False,
 ) -> Iterator[MicroBatches]:
     """Plan each global batch and bring its rows to where they are computed.
 
@@ -130,6 +133,10 @@ def plan_batches(
     micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that need
     one.
 
+    `masks`: samples may have "mask", an `hcp.Mask` of their tokens, such as a tree of
+    `hcp.prefix_trees`; those without are causal. With a mask goes "labels", and a "loss_mask" of
+    whole numbers: for how many texts a row counts. It is the same on every rank.
+
     `config.plan_ahead` steps are planned while the one before them trains; `step.planning` says how
     long that took. `batches` is read as far ahead, on the caller's thread.
     Iteration ends when no rank has samples left. A rank that has none in a step still takes part in
@@ -138,12 +145,19 @@ def plan_batches(
     """
     if samples_of not in ("dp_cp", "dp"):
         raise ValueError(f"samples_of is {samples_of!r}, expected 'dp_cp' or 'dp'")
+    if masks and config.too_long != "refuse":
+        raise ValueError(
+            f"config.too_long is {config.too_long!r} and masks is True, expected 'refuse': a mask "
+            "is of a whole sample; hcp.prefix_trees(max_tokens=) makes trees that are short enough"
+        )
     has_rows = groups.rank("pp") in (0, groups.size("pp") - 1)
+    of_step: list[hcp.Mask | None] = []
     planner = StepPlanner.of(
         config,
         groups.size("dp_cp"),
         cost=cost,
         waits=lambda: waits_in_layers(groups),
+        masks=lambda _: of_step if any(of_step) else None,
         fit=fit_of(config, groups.size("dp_cp"), alignment),
         sync=sync,
         alignment=alignment,
@@ -153,10 +167,16 @@ def plan_batches(
     )
     source = iter(batches)
     shares = (
-        ReadItems(_own_share(next(source, ()), groups, samples_of, has_rows))
+        ReadItems(_own_share(next(source, ()), groups, samples_of, has_rows, masks))
         for _ in itertools.count()
     )
-    steps = planner.steps(shares, groups, until_empty=True)
+
+    def with_masks(share: ReadItems[dict[str, Any]], step_transport: StepTransport) -> Step | None:
+        of_step[:] = gather_masks([each.get(MASK) for each in share.items], step_transport)
+        rows = ({name: x for name, x in each.items() if name != MASK} for each in share)
+        return planner.step_of_some(rows, groups, step_transport)
+
+    steps = planner.steps(shares, groups, with_masks if masks else None, until_empty=True)
     with contextlib.closing(steps):
         for number, step in enumerate(steps):
             _agree(step.plan, number, groups)
@@ -169,24 +189,30 @@ def _own_share(
     groups: hcp.ProcessGroups,
     samples_of: str,
     has_rows: bool,
-) -> Iterator[dict[str, Tensor]]:
+    masks: bool,
+) -> Iterator[dict[str, Any]]:
     size, place = (groups.size("cp"), groups.rank("cp")) if samples_of == "dp" else (1, 0)
-    sequences = (sequence for sample in samples for sequence in sequences_of(sample))
+    sequences = (sequence for sample in samples for sequence in sequences_of(sample, masks))
     for i, sequence in enumerate(sequences):
         if i % size == place:
             yield sequence if has_rows else _without_columns(sequence)
 
 
-def _without_columns(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_columns(sequence: Mapping[str, Any]) -> dict[str, Any]:
     """A sequence as rows of 0 columns, for the middle stages of a pipeline, which need no tokens.
-    They need positions of three axes."""
-    axes = {AXES: sequence[AXES]} if AXES in sequence else {}
-    return {"rows": torch.empty(len(sequence["tokens"]), 0), **axes}
+    They need positions of three axes, and masks."""
+    needed = {name: sequence[name] for name in (AXES, MASK) if name in sequence}
+    return {"rows": torch.empty(len(sequence["tokens"]), 0), **needed}
 
 
-def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-    """Yield the sequences of a sample, each with tokens, labels and loss_mask, (length,)."""
+def sequences_of(sample: Mapping[str, Any], masks: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the sequences of a sample, each with tokens, labels and loss_mask, (length,). One with
+    a mask is one sequence, and refused unless `masks`."""
     rows = _rows_of(sample)
+    if sample.get(MASK) is not None:
+        _check_mask(sample, rows, masks)
+        yield {**_complete(rows, counts_twice=True), MASK: sample[MASK]}
+        return
     for start, stop in bounds_of(sample, rows):
         if stop > start:
             _check_document(sample, rows, start, stop)
@@ -228,6 +254,36 @@ def _by_row(positions: Tensor) -> Tensor:
             "turns rows by those"
         )
     return whole.reshape(3, -1).T.contiguous()
+
+
+def _check_mask(sample: Mapping[str, Any], rows: Mapping[str, Tensor], masks: bool) -> None:
+    """Refuse a sample's mask that is not one of its tokens, and what contradicts it."""
+    mask, length = sample[MASK], len(rows["tokens"])
+    if not masks:
+        raise ValueError(
+            f"a sample has a mask, {mask!r:.60}, expected none: plan_batches(masks=True) takes them"
+        )
+    if not isinstance(mask, hcp.Mask) or mask.length != length:
+        raise ValueError(
+            f"mask is {mask!r:.60} in a sample of {length} tokens, expected an hcp.Mask of as many"
+        )
+    if "labels" not in rows:
+        raise ValueError(
+            "a sample has a mask and no labels, expected both: the token after a row may not be "
+            "the next one (the labels of hcp.prefix_trees)"
+        )
+    others = [
+        name for name in sample if name.startswith(_OF_DOCUMENTS) and sample[name] is not None
+    ]
+    if others:
+        raise ValueError(
+            f"a sample has a mask and {others}, expected the mask alone: it says which rows see "
+            "each other, and their positions"
+        )
+
+
+_OF_DOCUMENTS = ("position_ids", "attention_mask", "original_seq_len", "cu_seqlens")
+"""How fields begin that say where documents lie."""
 
 
 def _check_document(
@@ -297,7 +353,8 @@ def _flat(name: str, given: Any) -> Tensor:
     return value
 
 
-def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def _complete(rows: dict[str, Tensor], counts_twice: bool = False) -> dict[str, Tensor]:
+    """`counts_twice`: a row may count for more than one text."""
     tokens = rows["tokens"].long()
     follows = "labels" not in rows
     labels = tokens.roll(-1) if follows else rows["labels"].long()
@@ -307,9 +364,11 @@ def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     if follows:  # nothing follows the last token
         mask = mask.clone()
         mask[-1] = 0.0
-    if not ((mask == 0) | (mask == 1)).all():
+    most = 2**24 if counts_twice else 1  # exact in float32
+    if not ((mask >= 0) & (mask <= most) & (mask == mask.floor())).all():
+        expected = "whole numbers of texts" if counts_twice else "only those"
         raise ValueError(
-            "loss_mask has values other than 0 and 1, expected only those: Megatron divides by "
+            f"loss_mask has values other than 0 and 1, expected {expected}: Megatron divides by "
             "their number"
         )
     if len(wrong := labels[(labels < 0) & (mask != 0)]):

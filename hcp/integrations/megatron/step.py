@@ -47,6 +47,12 @@ def forward_step(
             "prediction layers are computed inside the model"
         )
     batch = next(data_iterator)
+    if _of(config, "mtp_num_layers") and batch["packed_seq_params"].cp_handler.plan.masks:
+        raise ValueError(
+            f"config.mtp_num_layers is {config.mtp_num_layers} and samples have masks, expected "
+            "one of them: several tokens may follow a row of a tree. Give prediction layers the "
+            "texts alone, or train without them"
+        )
     _check_axes(batch["position_ids"], config)
     masks = {"loss_mask": _mask_of(batch, config, model)} if _of(config, "mtp_num_layers") else {}
     output = model(

@@ -301,6 +301,7 @@ def plan_steps(
     config: Config,
     batches: Iterable[Iterable[dict[str, Tensor]]],
     groups: hcp.ProcessGroups,
+    masks: bool = False,
 ) -> Iterator[Any]:
     """Plan batches as this job's schedule and tensor parallelism require."""
     args = job.args
@@ -312,6 +313,7 @@ def plan_steps(
         alignment=args.alignment,
         virtual_stages=args.num_virtual_stages_per_pipeline_rank or 1,
         sync=config.sync_where(waiting=waits_in_layers(args)),
+        masks=masks,
     )
 
 
