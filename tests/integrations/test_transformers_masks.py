@@ -93,17 +93,29 @@ def test_chunked_layers_of_llama_4_equal_themselves() -> None:
             assert torch.allclose(summed, grad, atol=1e-6), (ranks, name)
 
 
-def test_chunked_layers_without_masks_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("masks", "remedy"),
+    [
+        (None, r"hcp.plan\(masks=masks_of\(model, lengths\)\)"),
+        (
+            [hcp.Mask.shared_prefix(3, [1, 1])],
+            r"masks are named \['mask'\].* plan the texts of a tree alone",
+        ),
+    ],
+)
+def test_chunked_layers_without_their_masks_are_refused(masks: Any, remedy: str) -> None:
     model = llama4()
     register_hcp_attention(model)
-    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8, masks=masks)
 
     def work(groups: Any) -> None:
         sample = causal_lm_sample({"input_ids": torch.arange(3, 8)})
         ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
         model(**model_inputs(cp, local))
 
-    with pytest.raises(ValueError, match=r"in chunks of 7, expected a plan with masks named"):
+    with pytest.raises(
+        ValueError, match=rf"in chunks of 7, expected a plan with masks named.*{remedy}"
+    ):
         hcp.loopback(1, work)
 
 

@@ -376,9 +376,16 @@ def _mask_of(
     if given is not None and given.chunk is not None:
         kind = CHUNKED
         if kind not in cp.plan.masks:
+            remedy = (
+                f"its masks are named {list(cp.plan.masks)}. masks_of(model, lengths) makes those "
+                "of causal sequences: plan the texts of a tree alone, without the tree, or give "
+                f"masks of your own, named {FULL!r} and {CHUNKED!r}"
+                if cp.plan.masks
+                else "hcp.plan(masks=masks_of(model, lengths))"
+            )
             raise ValueError(
                 f"{type(module).__name__} attends in chunks of {given.chunk}, expected a plan with "
-                f"masks named {CHUNKED!r}: hcp.plan(masks=masks_of(model, lengths))"
+                f"masks named {CHUNKED!r}: {remedy}"
             )
     if given is not None and given.overlaid and not cp.plan.masks:
         raise ValueError(
