@@ -731,7 +731,8 @@ def test_rows_of_trees_count_for_each_text_and_a_step_without_trees_has_no_masks
     [
         ({"mask": hcp.Mask.tree([3, 1], [-1, 0])}, r"mask is Mask\(length=4, .* of 6 tokens"),
         ({"mask": torch.ones(6, 6)}, r"(?s)mask is tensor.* expected an hcp.Mask of as many"),
-        ({"labels": None}, "a sample has a mask and no labels, expected both"),
+        ({"labels": None}, "a sample has a mask and no labels, expected them"),
+        ({"labels": None, "loss_mask": None}, "a mask and no labels and no loss_mask, expected"),
         ({"position_ids": torch.arange(6)}, r"a mask and \['position_ids'\], expected the mask"),
         ({"cu_seqlens": torch.tensor([0, 6])}, r"a mask and \['cu_seqlens'\], expected the mask"),
         ({"loss_mask": torch.full((6,), 0.5)}, "other than 0 and 1, expected whole numbers"),

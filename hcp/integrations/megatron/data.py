@@ -134,8 +134,8 @@ def plan_batches(
     one.
 
     `masks`: samples may have "mask", an `hcp.Mask` of their tokens, such as a tree of
-    `hcp.prefix_trees`; those without are causal. With a mask goes "labels", and a "loss_mask" of
-    whole numbers: for how many texts a row counts. It is the same on every rank.
+    `hcp.prefix_trees`; those without are causal. A mask needs "labels", and a "loss_mask" of whole
+    numbers: for how many texts a row counts. The option is the same on every rank.
 
     `config.plan_ahead` steps are planned while the one before them trains; `step.planning` says how
     long that took. `batches` is read as far ahead, on the caller's thread.
@@ -267,10 +267,12 @@ def _check_mask(sample: Mapping[str, Any], rows: Mapping[str, Tensor], masks: bo
         raise ValueError(
             f"mask is {mask!r:.60} in a sample of {length} tokens, expected an hcp.Mask of as many"
         )
-    if "labels" not in rows:
+    missing = [name for name in _FIELDS if name not in rows]
+    if missing:
         raise ValueError(
-            "a sample has a mask and no labels, expected both: the token after a row may not be "
-            "the next one (the labels of hcp.prefix_trees)"
+            f"a sample has a mask and no {' and no '.join(missing)}, expected them: which token "
+            "follows a row, and for how many texts it counts, does not follow from the tokens. "
+            "hcp.prefix_trees gives labels, and summed(loss_masks)"
         )
     others = [
         name for name in sample if name.startswith(_OF_DOCUMENTS) and sample[name] is not None
