@@ -124,6 +124,33 @@ def train(rank, size, folder, config):
     return watch.losses, watch.gradient, watch.evaluations, tested, module.rows
 
 
+def evaluate_sets(rank, size, folder):
+    from hcp.integrations.lightning import EvalContextParallel, EvalDataLoader, eval_groups
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=64, eval_context_parallel_size=2)
+    evaluation = eval_groups(groups, config)
+    sets = [
+        EvalDataLoader(documents(lengths, seed), config, evaluation, global_batch_size=4)
+        for lengths, seed in ((VALIDATION, 1), (VALIDATION[:2], 2))
+    ]
+    trainer = make_trainer(size, folder, [EvalContextParallel(groups, evaluation)])
+    module = make_module(groups)
+    apart = [trainer.test(module, own, verbose=False)[0]["test_loss"] for own in sets]
+    trainer.test(module, sets, verbose=False)
+    logged = trainer.callback_metrics
+    return apart, [logged[name].item() for name in ("test_loss", "test_loss/1")]
+
+
+def test_each_of_several_evaluation_sets_has_a_mean_of_its_own(tmp_path):
+    for apart, together in on_ranks(2, evaluate_sets, tmp_path):
+        assert together == pytest.approx(apart, rel=1e-6)
+        assert apart[0] != pytest.approx(apart[1], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -70,6 +70,19 @@ def test_dynamic_cp_by_flags_trains_and_evaluates_as_megatron_lm_does(folder):
 
 
 @needs_training
+def test_each_of_several_validation_sets_has_megatron_lms_own_loss(folder):
+    from support.megatron_lm import run
+
+    sets = ("--multiple-validation-sets", "--full-validation", "--eval-iters", "0")
+    expected = by_megatron(folder, *sets)
+    each = expected.evaluations[:2]
+    assert len(expected.evaluations) == 2 * 3  # after two steps and four, and at the end
+    assert each[0] != pytest.approx(each[1], abs=1e-3)
+    flags = (*DYNAMIC, "--eval-context-parallel-size", "2", *sets)
+    agree(run("launch", 2, *flags, folder=folder), expected)
+
+
+@needs_training
 def test_a_checkpoint_of_static_cp_goes_on_under_dynamic_cp_and_another_eval_layout(folder):
     from support.megatron_lm import run
 

@@ -44,7 +44,7 @@ class Trained:
     losses: dict[int, float]
     """Of each iteration."""
     evaluations: list[float]
-    """Of the validation set, as often as it was evaluated, and last of the test set."""
+    """Of the validation sets, as often as they were evaluated, and last of the test set."""
     others: dict[str, list[float]]
     """Further losses of each iteration, by their names in the log."""
     metrics: dict[int, dict[str, float]]
@@ -60,7 +60,7 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
     )
     assert done.code == 0, done.err[-4000:]
     steps = re.findall(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+)", done.out)
-    evaluated = re.findall(r"validation loss at .*?value: ([\d.E+-]+)", done.out)
+    evaluated = re.findall(r"validation\S* loss at .*?value: ([\d.E+-]+)", done.out)
     others = {
         name: list(map(float, re.findall(rf"\| {name}: ([\d.E+-]+)", done.out))) for name in OTHERS
     }

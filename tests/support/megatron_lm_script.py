@@ -40,8 +40,11 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
 
-def datasets(sizes: Any, vp_stage: int | None = None) -> list[Samples]:
-    return [Samples(split) for split in Split]
+def datasets(sizes: Any, vp_stage: int | None = None) -> list[Any]:
+    train, *others = (Samples(split) for split in Split)
+    if get_args().multiple_validation_sets:
+        return [train, others, None]
+    return [train, *others]
 
 
 def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
