@@ -28,7 +28,7 @@ from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import waits_in_layers, warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_samples
-from hcp.integrations.experts import warn_of_experts
+from hcp.integrations.experts import check_experts
 from hcp.integrations.gathers import gathered_once, weights_stay
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -130,12 +130,12 @@ class ContextParallel:
         """Yield the micro-batches of a step. Gradients are reduced in the last one only.
 
         Raises ValueError if Accelerate would scale gradients, or step a learning rate several times
-        in an update."""
+        in an update, and for experts that drop tokens."""
         _check_accumulation(self.accelerator)
         _check_schedulers(self.accelerator)
+        check_experts(model)
         if not self._warned:
             self._warned = True
-            warn_of_experts(model)
             warn_of_the_barrier(model, step.plan)
         if self._weights_stay:
             yield from gathered_once(self.accelerator, model, step)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -15,12 +16,33 @@ _LOSS = re.compile(
     r"(^|_)(aux(iliary)?|z|balanc\w*)_loss(_coef|_coeff|_coefficient|_weight|_alpha)?$"
 )
 
+_CHECKED: WeakSet[nn.Module] = WeakSet()
+"""Models whose experts were checked."""
 
-def warn_of_experts(model: nn.Module) -> None:
-    """Warn of experts that depend on the plan: of tokens that are dropped, and of losses that are
-    no mean over tokens."""
-    for place, reason in dict(_dependent(model)).items():
-        _log.warning("hcp: %s, so results depend on the plan: %s", place, reason)
+
+def check_experts(model: nn.Module) -> None:
+    """Check the experts of a model, which may be wrapped, once.
+
+    Raises ValueError for experts that drop tokens by the rows of a rank, hence by the plan. Warns
+    of losses that are no mean over tokens."""
+    if model in _CHECKED:
+        return
+    losses: dict[str, None] = {}
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            kind = type(holder).__name__
+            for name, value in capacities(holder):
+                raise ValueError(
+                    f"{kind}.{name} is {value}, expected experts that take every token: which ones "
+                    "they drop depends on the rows of a rank, and so on the plan. Set it to None, "
+                    f"or {kind}.drop_tokens to False, as the experts read it"
+                )
+            losses |= {f"{kind}.{name} is {value}": None for name, value in _losses(holder)}
+    for place in losses:
+        _log.warning(
+            "hcp: %s, so results depend on the plan: no mean over the tokens of the batch", place
+        )
+    _CHECKED.add(model)
 
 
 def capacities(holder: object) -> Iterator[tuple[str, float]]:
@@ -31,16 +53,6 @@ def capacities(holder: object) -> Iterator[tuple[str, float]]:
     for name, value in getattr(holder, "__dict__", {}).items():
         if "capacity" in name and _positive(value):
             yield name, value
-
-
-def _dependent(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            kind = type(holder).__name__
-            for name, value in capacities(holder):
-                yield f"{kind}.{name} is {value}", "experts drop tokens by the rows of a rank"
-            for name, value in _losses(holder):
-                yield f"{kind}.{name} is {value}", "no mean over the tokens of the batch"
 
 
 def _losses(holder: object) -> Iterator[tuple[str, Any]]:

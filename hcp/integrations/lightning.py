@@ -21,7 +21,7 @@ from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_sample
-from hcp.integrations.experts import warn_of_experts
+from hcp.integrations.experts import check_experts
 from hcp.integrations.loader import (
     DynamicCPCollator,
     DynamicCPDataLoader,
@@ -136,9 +136,9 @@ class _PlannedSteps:
                 "over which the strategy averages gradients"
             )
         module = self.lightning_module
+        check_experts(module)
         if not self._warned:
             self._warned = True
-            warn_of_experts(module)
             warn_of_the_barrier(module, batch.plan)
         if not module.automatic_optimization:
             raise ValueError(

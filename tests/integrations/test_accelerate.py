@@ -434,7 +434,6 @@ class Experts(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("says", "expected"),
     [
-        ({"capacity_factor": 1.25}, ["Experts.capacity_factor is 1.25, so results depend"]),
         ({"capacity_factor": 1.25, "drop_tokens": False}, []),
         ({"moe_z_loss_coeff": 1e-3}, ["Experts.moe_z_loss_coeff is 0.001, so results depend"]),
         ({"moe_aux_loss_coeff": 0.0, "capacity_factor": None}, []),
@@ -445,37 +444,38 @@ class Experts(torch.nn.Linear):
         ),
     ],
 )
-def test_experts_that_depend_on_the_plan_are_warned_of(says, expected, caplog):
-    from hcp.integrations.experts import warn_of_experts
+def test_losses_of_experts_that_depend_on_the_plan_are_warned_of_once(says, expected, caplog):
+    from hcp.integrations.experts import check_experts
 
+    model = torch.nn.Sequential(Experts(**says))
     with caplog.at_level("WARNING", logger="hcp"):
-        warn_of_experts(torch.nn.Sequential(Experts(**says)))
+        check_experts(model)
+        check_experts(model)
     assert len(caplog.messages) == len(expected)
     for message, words in zip(caplog.messages, expected, strict=True):
         assert words in message
 
 
-def warn_in_a_loop(rank, size):
+def drop_in_a_loop(rank, size):
     from accelerate import Accelerator
 
     from hcp.integrations.accelerate import ContextParallel
 
     as_torchrun(size)
     parallel = ContextParallel(Accelerator(cpu=True), hcp.Config(max_seqlen_per_dp_cp_rank=8))
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hcp").addHandler(handler)
-    for step in parallel.train_loader(documents([5, 6, 7]), global_batch_size=1):
-        for _ in parallel.micro_batches(Experts(capacity_factor=2.0), step):
-            pass
-    logging.getLogger("hcp").removeHandler(handler)
-    return messages
+    step = next(iter(parallel.train_loader(documents([5, 6, 7]), global_batch_size=1)))
+    for says in ({"capacity_factor": 2.0}, {"config": Namespace(expert_capacity=2.0)}):
+        model, holder = Experts(**says), "Experts" if "config" not in says else "Namespace"
+        said = rf"{holder}\.\w+ is 2\.0, expected experts that take every token: .* to None, or "
+        for _ in range(2):
+            with pytest.raises(ValueError, match=said):
+                next(parallel.micro_batches(model, step))
+        vars(model.config if "config" in says else model).update(drop_tokens=False)
+        assert len(list(parallel.micro_batches(model, step))) == 1
 
 
-def test_a_loop_is_warned_once_of_experts_that_drop_tokens():
-    ((message,),) = run_ranks(1, warn_in_a_loop)
-    assert "Experts.capacity_factor is 2.0" in message
+def test_experts_that_drop_tokens_are_refused():
+    run_ranks(1, drop_in_a_loop)
 
 
 @pytest.mark.parametrize(

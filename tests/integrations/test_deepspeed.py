@@ -115,7 +115,16 @@ def test_an_engine_of_any_zero_stage_trains_as_one_rank():
 def test_what_an_engine_would_do_beside_hcp_is_refused(says, message):
     from hcp.integrations.deepspeed import check_engine
 
-    engine = SimpleNamespace(
+    with pytest.raises(ValueError, match=message):
+        check_engine(said_engine(**says), SimpleNamespace(plan=PLAN))
+
+
+PLAN = hcp.plan([4], ranks=2, max_tokens_per_rank=4)
+
+
+def said_engine(**says):
+    """What an engine says of itself."""
+    return SimpleNamespace(
         **{
             "pipeline_parallelism": False,
             "gradient_accumulation_steps": lambda: 1,
@@ -125,6 +134,21 @@ def test_what_an_engine_would_do_beside_hcp_is_refused(says, message):
             **says,
         }
     )
-    step = SimpleNamespace(plan=hcp.plan([4], ranks=2, max_tokens_per_rank=4))
-    with pytest.raises(ValueError, match=message):
-        check_engine(engine, step)
+
+
+def test_deepspeeds_experts_are_refused_unless_they_take_every_token():
+    """Also where an engine goes on from a checkpoint."""
+    from deepspeed.moe.sharded_moe import TopKGate
+
+    from hcp.integrations.deepspeed import micro_batches
+
+    class NoRows(list):
+        plan = PLAN
+
+    dropping = said_engine(module=torch.nn.Sequential(TopKGate(8, 2)), global_steps=7)
+    with pytest.raises(
+        ValueError, match=r"TopKGate\.capacity_factor is 1\.0, expected experts that"
+    ):
+        next(micro_batches(dropping, NoRows()))
+    whole = said_engine(module=torch.nn.Sequential(TopKGate(8, 2, drop_tokens=False)))
+    assert list(micro_batches(whole, NoRows())) == []

@@ -316,6 +316,10 @@ def refuse(rank, size, folder):
     with pytest.raises(ValueError, match=r"a batch is a \w+, expected an hcp.Step: train on a Dyn"):
         fit(make_module(), torch.utils.data.DataLoader(torch.arange(4)))
     module = make_module()
+    module.model.capacity_factor = 1.5
+    with pytest.raises(ValueError, match=r"Model\.capacity_factor is 1\.5, expected experts that"):
+        fit(module)
+    module = make_module()
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic_optimization is False, expected True"):
         fit(module)

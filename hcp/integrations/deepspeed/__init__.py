@@ -20,7 +20,7 @@ from typing import Any
 from hcp._versions import require
 from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.columns import causal_lm_sample
-from hcp.integrations.experts import warn_of_experts
+from hcp.integrations.experts import check_experts
 from hcp.integrations.loader import (
     DynamicCPCollator,
     DynamicCPDataLoader,
@@ -58,11 +58,11 @@ def micro_batches(engine: Any, step: Step) -> Iterator[tuple[ContextParallelHand
     accumulation: `engine.step()` after the loop updates the parameters once.
 
     The engine averages gradients over the ranks: compute losses with `grad_reduce="mean"`. Raises
-    ValueError for an engine that would cut sequences or scale gradients itself, see `check_engine`.
+    ValueError for an engine that would cut sequences or scale gradients itself, see `check_engine`,
+    and for experts that drop tokens.
     """
     check_engine(engine, step)
-    if engine.global_steps == 0:
-        warn_of_experts(engine.module)
+    check_experts(engine.module)
     warn_of_the_barrier(engine.module, step.plan)
     for i, micro_batch in enumerate(step):
         engine.set_gradient_accumulation_boundary(i + 1 == len(step))
