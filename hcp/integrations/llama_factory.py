@@ -52,8 +52,8 @@ def plan_llama_factory(cp: Config, **options: Any) -> None:
 def _check(name: str, trainer: Any) -> None:
     """Refuse what LLaMA-Factory's own loaders and losses do, which hcp's stand for."""
     given, args = trainer.finetuning_args, trainer.args
-    for option in ("use_dft_loss", "use_asft_loss", "use_eaft_loss"):
-        refuse(option, getattr(given, option, None), False, "hcp computes the plain cross entropy")
+    asft = getattr(given, "use_asft_loss", None)
+    refuse("use_asft_loss", asft, False, "hcp computes no logits of a second model")
     strategy = args.train_sampling_strategy
     if given.disable_shuffling and strategy == "random":
         refuse(

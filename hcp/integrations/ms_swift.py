@@ -47,6 +47,8 @@ def _check(trainer: Any) -> None:
     args, plain = trainer.args, "hcp computes the plain cross entropy"
     for name in ("enable_dft_loss", "enable_channel_loss"):
         refuse(name, getattr(args, name, None), False, plain)
+    own = "ms-swift calls its losses with arguments that hcp does not have: leave --loss_type out"
+    refuse("compute_loss_func", trainer.compute_loss_func, None, own)
     aux = getattr(args, "router_aux_loss_coef", None)
     refuse("router_aux_loss_coef", aux, 0, "give plan_ms_swift(router_aux_loss_coef=) instead")
     size = trainer.template.sequence_parallel_size

@@ -106,11 +106,11 @@ def in_ms_swift(given, planned, data=None, **template):
 MADE = {"axolotl": in_axolotl, "LLaMA-Factory": in_llama_factory, "ms-swift": in_ms_swift}
 
 
-def train(rank, size, folder, project, planned):
+def train(rank, size, folder, project, planned, **more):
     """Losses, and the weights after the last step."""
     as_torchrun(size)
     with downstream.installed():
-        trainer = MADE[project](options(size, folder), planned)
+        trainer = MADE[project](options(size, folder), planned, **more)
         trainer.train()
     history = trainer.state.log_history
     assert any("hcp/tokens" in entry for entry in history) == planned
@@ -118,11 +118,18 @@ def train(rank, size, folder, project, planned):
     return [entry["loss"] for entry in history if "loss" in entry], weights
 
 
-@pytest.mark.parametrize("project", MADE)
-def test_a_project_takes_its_own_steps_over_hcp(project, tmp_path):
-    ((expected, weights),) = run_ranks(1, train, tmp_path / "1", project, False)
+def train_by_dft(*given):
+    """With the loss function that LLaMA-Factory's trainer sets."""
+    return train(*given, use_dft_loss=True)
+
+
+@pytest.mark.parametrize(
+    ("project", "case"), [*((project, train) for project in MADE), ("LLaMA-Factory", train_by_dft)]
+)
+def test_a_project_takes_its_own_steps_over_hcp(project, case, tmp_path):
+    ((expected, weights),) = run_ranks(1, case, tmp_path / "1", project, False)
     assert len(expected) == 2
-    for losses, found in run_ranks(2, train, tmp_path / "2", project, True):
+    for losses, found in run_ranks(2, case, tmp_path / "2", project, True):
         assert losses == pytest.approx(expected, abs=1e-4)
         assert max(float((found[n] - w).abs().max()) for n, w in weights.items()) < 2e-3
 
@@ -177,8 +184,12 @@ REFUSED = {
     "axolotl: cp": ("axolotl", {"context_parallel_size": 2}, "context_parallel_size is 2, expect"),
     "axolotl: none": ("axolotl", {"cp": {}}, r"hcp is {}, expected the options of hcp\.Config"),
     "axolotl: orpo": ("axolotl", {"orpo_alpha": 0.1}, r"orpo_alpha is 0\.1, expected 0: hcp plans"),
-    "factory: dft": ("LLaMA-Factory", {"use_dft_loss": True}, "compute_loss_func was given, expec"),
     "factory: asft": ("LLaMA-Factory", {"use_asft_loss": True}, "use_asft_loss is True, expected"),
+    "swift: loss": (
+        "ms-swift",
+        {"loss_type": "dft"},
+        "compute_loss_func is .*, expected None: ms-",
+    ),
     "swift: sp": ("ms-swift", {"sequence_parallel_size": 2}, "sequence_parallel_size is 2, expect"),
 }
 

@@ -1513,10 +1513,11 @@ def refuse_arguments(rank, size, folder):
     config = hcp.Config(max_seqlen_per_dp_cp_rank=8)
     for options, message in (
         ({"data_collator": list}, "data_collator is a type, expected None: samples are packed"),
-        ({"compute_loss_func": len}, "compute_loss_func was given, expected None"),
+        ({"model_init": lambda: build("llama")}, "model_init was given, expected None: give the"),
     ):
+        model = None if "model_init" in options else build("llama")
         with pytest.raises(ValueError, match=message):
-            Trainer(build("llama"), args, cp=config, **options)
+            Trainer(model, args, cp=config, **options)
 
     class Mine(Trainer):
         def compute_loss(self, *given, **keywords):

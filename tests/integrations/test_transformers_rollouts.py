@@ -48,7 +48,7 @@ def rollouts(rank):
 
 def train(groups, model, alone):
     """Losses and gradients of a weighted sum of log-probabilities: trees, and each alone."""
-    from hcp.integrations.transformers.model import causal_lm_logits
+    from hcp.integrations.transformers.model import causal_lm_outputs
 
     rank, size = groups.transport.rank, groups.transport.size
     own = rollouts(rank)
@@ -65,7 +65,7 @@ def train(groups, model, alone):
     assert max(group.degree for groups in plan.micro_batches for group in groups) == size
     total, expected = (torch.zeros((), dtype=torch.float64) for _ in range(2))
     for cp, local in hcp.dispatch(plan, samples, sources, groups):
-        every = causal_lm_logits(model, cp, local).log_softmax(-1)
+        every = causal_lm_outputs(model, cp, local).logits[0, : cp.rows].log_softmax(-1)
         loss = (every.gather(1, local.labels[:, None])[:, 0] * local.factors).sum()
         loss.backward()
         total += loss.detach()

@@ -180,13 +180,22 @@ SFT = {
     "packed": IN_ORDER | {"packing": True, "max_steps": 1},
     "lora": IN_ORDER,
     "without logits": IN_ORDER,
+    "own loss": IN_ORDER,
 }
+
+
+def focal(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).sum() / num_items_in_batch
 
 
 def fine_tune(rank, size, folder, case, hcps):
     more = {"peft_config": lora()} if case == "lora" else {}
     if case == "without logits" and hcps:
         more["linear_cross_entropy"] = True
+    if case == "own loss":
+        more["compute_loss_func"] = focal
     options = SFT[case] | {"eval_strategy": "no"}
     trainer = made("SFT", size, folder, pairs(), hcps, options, eval_dataset=None, **more)
     losses = losses_of(trainer)
@@ -497,9 +506,13 @@ def test_the_log_of_a_training_has_no_steps_of_the_one_before(kind, tmp_path):
 
 def refuse(rank, size, folder):
     make = partial(made, size=size, folder=folder, hcps=True)
-    said = r"SFTConfig\.loss_type is 'dft', expected nll or chunked_nll|compute_loss_func was given"
+    said = r"SFTConfig\.loss_type is 'dft', expected nll or chunked_nll: .* give compute_loss_func"
     with pytest.raises(ValueError, match=said):  # TRL has had this loss in two ways
         make("SFT", data=pairs(), options={"loss_type": "dft"})
+    with pytest.raises(
+        ValueError, match="linear_cross_entropy is True with compute_loss_func, exp"
+    ):
+        make("SFT", data=pairs(), options={}, compute_loss_func=focal, linear_cross_entropy=True)
 
 
 def refuse_padded(rank, size, folder):

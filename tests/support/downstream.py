@@ -103,6 +103,18 @@ def build_in_axolotl(cfg: Cfg, plugin: Any, model: nn.Module, rows: Any, **given
 # ---- LLaMA-Factory 0.9.5: llamafactory.train -----------------------------------------------------
 
 
+def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Each token's loss times its probability. A constant where no token has a label."""
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+    losses = nn.functional.cross_entropy(
+        outputs.get("logits").float().flatten(0, -2), targets, reduction="none"
+    )[targets != IGNORED]
+    if not len(losses):
+        return torch.tensor(0.0)
+    weighted = (losses * (-losses).exp().detach()).sum()
+    return weighted / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+
+
 class CustomSeq2SeqTrainer(Seq2SeqTrainer):  # type: ignore[misc]
     def __init__(
         self,
@@ -117,7 +129,7 @@ class CustomSeq2SeqTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         super().__init__(**keywords)
         self.finetuning_args = finetuning_args
         if finetuning_args.use_dft_loss:
-            self.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: 0.0
+            self.compute_loss_func = dft_loss
 
     def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **keywords: Any) -> Any:
         return super().compute_loss(model, inputs, *others, **keywords)
@@ -168,6 +180,8 @@ class SwiftSeq2SeqTrainer(Seq2SeqTrainer):  # type: ignore[misc]
             train_dataset=train_dataset,
             **keywords,
         )
+        if template.loss_type is not None:
+            self.compute_loss_func = {"dft": dft_loss}[template.loss_type]
 
     def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **keywords: Any) -> Any:
         return super().compute_loss(model, inputs, *others, **keywords)
@@ -189,12 +203,18 @@ class TrainerFactory:
 
 
 def run_in_ms_swift(
-    model: nn.Module, rows: Any, given: dict[str, Any], sequence_parallel_size: int = 1
+    model: nn.Module,
+    rows: Any,
+    given: dict[str, Any],
+    sequence_parallel_size: int = 1,
+    loss_type: str | None = None,
 ) -> Any:
-    """What `SwiftSft.run` does."""
+    """What `SwiftSft.run` does. The type of the loss is an option of its arguments, in the
+    original."""
     template = SimpleNamespace(
         data_collator=lambda items: padded([row for item in items for row in listed(item)]),
         sequence_parallel_size=sequence_parallel_size,
+        loss_type=loss_type,
     )
     return TrainerFactory.get_trainer_cls(SimpleNamespace(task_type="causal_lm"))(
         model=model,

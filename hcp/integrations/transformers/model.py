@@ -16,6 +16,7 @@ from hcp.integrations.barrier import warn_of_the_barrier
 from hcp.integrations.columns import AXES, IGNORED
 from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
 from hcp.integrations.transformers.image_samples import OF_AXES, has_axes
+from hcp.integrations.transformers.loss_function import LossFunction, check_whole_logits
 from hcp.integrations.transformers.routers import record_routers, router_aux_loss
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
@@ -41,14 +42,15 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
     }
 
 
-def causal_lm_logits(
+def causal_lm_outputs(
     model: nn.Module,
     cp: ContextParallelHandler,
     local: LocalBatch,
     inputs: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Return the logits of each row of this rank, (T, vocabulary). `inputs`: the model's arguments,
-    by default `model_inputs`."""
+) -> Any:
+    """Return what the model returns. Its logits are (1, T, vocabulary) of this rank's rows, or
+    (1, 1, vocabulary) of a row that stands in. `inputs`: the model's arguments, by default
+    `model_inputs`."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
     if AXES in local and not has_axes(_unwrapped(model)):
@@ -56,9 +58,7 @@ def causal_lm_logits(
             f"the samples have {AXES!r}, positions of three axes, expected a model of one of "
             f"{sorted(OF_AXES)}: give {type(model).__name__} the position_ids that count tokens"
         )
-    given = model_inputs(cp, local) if inputs is None else inputs
-    logits: Tensor = model(**given).logits[0, : cp.rows]
-    return logits
+    return model(**(model_inputs(cp, local) if inputs is None else inputs))
 
 
 def causal_lm_losses(
@@ -70,14 +70,15 @@ def causal_lm_losses(
     linear_cross_entropy: bool = False,
 ) -> Tensor:
     """Return the cross-entropy of each row of this rank, (T,), float32 or wider. `inputs`: see
-    `causal_lm_logits`.
+    `causal_lm_outputs`.
 
     `linear_cross_entropy`: compute it of the head's inputs, in chunks, so that the logits of all
     rows are never in memory. Raises ImportError without a library that does, and ValueError for a
     model whose head is no `torch.nn.Linear`, or that changes what its head returns.
     """
     if not linear_cross_entropy:
-        return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
+        logits = causal_lm_outputs(model, cp, local, inputs).logits[0, : cp.rows]
+        return losses_of(logits, local.labels)
     return _losses_by_the_head(model, cp, local, inputs, local.labels, summed=False)
 
 
@@ -105,7 +106,7 @@ def _losses_by_the_head(
 ) -> Tensor:
     """The head's losses of its rows (T,), or their sum (1,); without rows (0,)."""
     with _losses_for_logits(model, cp.at_least_one_row(labels, IGNORED), summed) as made:
-        found = causal_lm_logits(model, cp, local, inputs).squeeze(-1)
+        found: Tensor = causal_lm_outputs(model, cp, local, inputs).logits[0, : cp.rows, 0]
     (losses,) = made
     # FSDP2 rounds what each module returns to its policy's output_dtype, and the root may widen
     # what the head rounded. The losses are those before, and the graph still has what FSDP2 put
@@ -193,6 +194,7 @@ def causal_lm_loss(
     inputs: Mapping[str, Any] | None = None,
     linear_cross_entropy: bool = False,
     router_aux_loss_coef: float = 0.0,
+    loss_function: LossFunction | None = None,
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.
@@ -201,20 +203,23 @@ def causal_lm_loss(
     they are summed; it has to be said, as to `cp.loss`. `inputs`: the model's arguments, by default
     `model_inputs`; `image_inputs` makes others. `linear_cross_entropy`: see `causal_lm_losses`.
     `router_aux_loss_coef`: of the loss that balances experts, a mean over sequences, see
-    `router_aux_loss`.
+    `router_aux_loss`. `loss_function`: computes the loss in place of the cross entropy.
     """
     check_grad_reduce(grad_reduce)  # before a forward
     watch = record_routers(model) if router_aux_loss_coef else contextlib.nullcontext()
     with watch as routed:
-        if linear_cross_entropy and local.loss_mask.dtype == torch.bool:  # each row counts once
+        if loss_function is not None:
+            check_whole_logits(linear_cross_entropy)
+            outputs = causal_lm_outputs(model, cp, local, inputs)
+            loss = loss_function.share(cp, local, outputs, grad_reduce)
+        elif linear_cross_entropy and local.loss_mask.dtype == torch.bool:  # each row counts once
             losses = _summed_losses(model, cp, local, inputs)
-            weights = torch.ones_like(losses)
+            loss = cp.loss(losses, torch.ones_like(losses), grad_reduce=grad_reduce)
         else:
             losses = causal_lm_losses(
                 model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy
             )
-            weights = local.loss_mask
-    loss = cp.loss(losses, weights, grad_reduce=grad_reduce)
+            loss = cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)
     if routed is None:
         return loss
     return loss + router_aux_loss_coef * router_aux_loss(cp, routed, grad_reduce=grad_reduce)

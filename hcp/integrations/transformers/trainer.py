@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,11 +44,16 @@ from hcp.integrations.transformers.attention import (
 )
 from hcp.integrations.transformers.image_samples import image_fields, image_samples
 from hcp.integrations.transformers.images import image_inputs, register_for_images
+from hcp.integrations.transformers.loss_function import (
+    LossFunction,
+    check_whole_logits,
+    unweighted,
+)
 from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import (
-    causal_lm_logits,
     causal_lm_loss,
     causal_lm_losses,
+    causal_lm_outputs,
     linear_head,
     losses_of,
     model_inputs,
@@ -98,7 +103,8 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         balances experts in training, a mean over sequences, see `router_aux_loss`.
         `global_batch_size`: samples of one update on all ranks, which may be fewer than ranks; by
         default `per_device_train_batch_size` times the ranks. Other arguments
-        are those of `transformers.Trainer`.
+        are those of `transformers.Trainer`; a `compute_loss_func` sees the rows of this rank, see
+        `LossFunction`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
         would be wrong, or have no effect, if sequences are spread over ranks."""
@@ -134,6 +140,8 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         if self.router_aux_loss_coef:
             check_routers(self.model)
         if linear_cross_entropy:
+            if self._loss_function is not None:
+                check_whole_logits(linear_cross_entropy)
             linear_head(self.model)
             check_linear_cross_entropy(self.args.device)
         self.fields = image_fields(self.model) if images else None
@@ -143,6 +151,20 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
 
     def _coefficient_of_routers(self, given: float) -> float:
         return given
+
+    @property
+    def compute_loss_func(self) -> Callable[..., Any] | None:
+        """A loss function in place of the cross entropy, which trainers of others set, too."""
+        made = self._loss_function
+        return None if made is None else made.function
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Callable[..., Any] | None) -> None:
+        self._loss_function = None if function is None else LossFunction(function)
+
+    def _made_samples(self) -> ToSample:
+        """What makes the samples of an item."""
+        return self.to_sample if self._loss_function is None else unweighted(self.to_sample)
 
     # ---- training ----
 
@@ -158,7 +180,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             drop_last=self.args.dataloader_drop_last,
             load_workers=self.args.dataloader_num_workers,
             cost=self.cp_cost,
-            to_sample=self.to_sample,
+            to_sample=self._made_samples(),
             model=self.model,
             masks=partial(masks_of, self.model),
             fields=self.fields,
@@ -218,6 +240,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
                     inputs=self._inputs(cp, local),
                     linear_cross_entropy=self.linear_cross_entropy,
                     router_aux_loss_coef=self.router_aux_loss_coef,
+                    loss_function=self._loss_function,
                 )
             self.accelerator.backward(loss)
             total = total + loss.detach()
@@ -251,11 +274,30 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             self.cp_eval_groups,
             global_batch_size=self.args.eval_batch_size * self.args.world_size,
             cost=self.cp_cost,
-            to_sample=self.to_sample,
+            to_sample=self._made_samples(),
             model=self.model,
             masks=partial(masks_of, self.model),
             fields=self.fields,
         )
+
+    def _evaluated(
+        self, cp: ContextParallelHandler, local: LocalBatch, predicts: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the sum of the losses of this rank's rows, their number and, if predictions are
+        asked for, the logits."""
+        inputs, own = self._inputs(cp, local), self._loss_function
+        if not predicts and own is None:
+            linear = self.linear_cross_entropy
+            losses = causal_lm_losses(self.model, cp, local, inputs, linear_cross_entropy=linear)
+            return *cp.loss_sum(losses, local.loss_mask), None
+        if own is not None:
+            check_whole_logits(self.linear_cross_entropy)
+        outputs = causal_lm_outputs(self.model, cp, local, inputs)
+        logits = outputs.logits[0, : cp.rows]
+        if own is None:
+            return *cp.loss_sum(losses_of(logits, local.labels), local.loss_mask), logits
+        total = own(cp, local, outputs, items=1)
+        return total, local.loss_mask.sum(), logits if predicts else None
 
     @torch.no_grad()
     def evaluation_loop(
@@ -280,17 +322,10 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             metrics.add_sum("loss", 0.0, 0)  # of no sample at all
             for cp, local in dataloader:
                 with self.accelerator.autocast():
-                    inputs = self._inputs(cp, local)
-                    if dataloader.places:
-                        logits = causal_lm_logits(model, cp, local, inputs)
-                        losses = losses_of(logits, local.labels)
-                        predictions.add(cp, local, logits)
-                    else:
-                        linear = self.linear_cross_entropy
-                        losses = causal_lm_losses(
-                            model, cp, local, inputs, linear_cross_entropy=linear
-                        )
-                metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
+                    total, tokens, logits = self._evaluated(cp, local, dataloader.places)
+                if logits is not None:
+                    predictions.add(cp, local, logits)
+                metrics.add_sum("loss", total, tokens)
             found = {"loss": metrics.reduce()["loss"].mean}
         count, given, labels = dataloader.num_samples, None, None
         if dataloader.places:
@@ -421,16 +456,18 @@ def _check(trainer: Trainer) -> None:
             f"this process has {args.n_gpu} GPUs, expected one: start one process for each, "
             "with torchrun --nproc-per-node"
         )
-    for name in ("model_init", "compute_loss_func"):
-        if getattr(trainer, name) is not None:
-            raise ValueError(f"{name} was given, expected None: {_INSTEAD[name]}")
+    if trainer.model_init is not None:
+        raise ValueError(
+            "model_init was given, expected None: give the model, whose attention hcp sets"
+        )
     for name in ("compute_loss", "prediction_step"):
         expected = _after(type(trainer), name)
         if getattr(type(trainer), name) is not getattr(expected, name):
             raise ValueError(
                 f"{type(trainer).__name__}.{name} is a method of its own, expected that of "
                 f"{expected.__module__.partition('.')[0]}.{expected.__name__}: hcp's does not call "
-                "it. For a loss of your own, override training_step, or write a loop"
+                "it. For a loss of your own give compute_loss_func=, override training_step, or "
+                "write a loop"
             )
     check_accelerator(trainer.accelerator)
 
@@ -461,14 +498,6 @@ def compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else next(model.parameters()).dtype
-
-
-_INSTEAD: Mapping[str, str] = {
-    "model_init": "give the model, whose attention hcp sets",
-    "compute_loss_func": "it would shift labels in rows of which a rank has a part. hcp computes "
-    "the mean cross entropy of the whole batch; for a loss of your own override training_step. Of "
-    "scores of sequences, hcp's SequenceClassificationTrainer takes one",
-}
 
 
 def _expect(args: Any, name: str, expected: object, hint: str) -> None:

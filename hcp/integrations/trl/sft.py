@@ -54,7 +54,7 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
         if self.args.loss_type not in PLAIN:
             raise ValueError(
                 f"SFTConfig.loss_type is {self.args.loss_type!r}, expected {' or '.join(PLAIN)}: "
-                "hcp computes the plain cross entropy"
+                "hcp computes the plain cross entropy; for another loss give compute_loss_func="
             )
         if self._is_vlm:
             raise ValueError(
