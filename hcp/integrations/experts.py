@@ -16,6 +16,8 @@ _LOSS = re.compile(
     r"(^|_)(aux(iliary)?|z|balanc\w*)_loss(_coef|_coeff|_coefficient|_weight|_alpha)?$"
 )
 
+_CAPACITY = re.compile(r"capacity_factor|expert_capacity|moe\w*_capacity")
+
 _CHECKED: WeakSet[nn.Module] = WeakSet()
 """Models whose experts were checked."""
 
@@ -51,7 +53,7 @@ def capacities(holder: object) -> Iterator[tuple[str, float]]:
     if getattr(holder, "drop_tokens", True) is False:
         return
     for name, value in getattr(holder, "__dict__", {}).items():
-        if "capacity" in name and _positive(value):
+        if _CAPACITY.search(name) and _positive(value):
             yield name, value
 
 
