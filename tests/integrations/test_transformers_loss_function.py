@@ -277,6 +277,11 @@ def weighted_by_the_others(outputs: Any, labels: Any, num_items_in_batch: Any = 
     return (losses.square() / losses.max()).sum() / num_items_in_batch
 
 
+def without_the_shift(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    losses = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses / num_items_in_batch
+
+
 def detached(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return cross_entropy(outputs, labels, num_items_in_batch).detach()
 
@@ -293,6 +298,7 @@ REFUSED = [
     (mean_and_sum, HALVES),
     (of_all_rows, ADDS),
     (weighted_by_the_others, ADDS),
+    (without_the_shift, r"if labels\[0, 0\] is one, too, expected the same: pair outputs\.logits"),
     (detached, "returns a loss without a gradient, expected one that is computed of outputs"),
     (one_of_each_row, r"compute_loss_func returns \(\d+,\), expected a tensor of one floating"),
     (lambda *_, num_items_in_batch: 0.0, "compute_loss_func returns float, expected a tensor of"),
@@ -308,7 +314,7 @@ def refuse(rank: int, size: int, folder: Any) -> None:
     for function, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             make(size, folder, function, limit=128).train()
-    for function, message in REFUSED[:4]:
+    for function, message in REFUSED[:5]:
         with pytest.raises(ValueError, match=message):
             make(size, folder, function, limit=128).evaluate()
     linear = r"linear_cross_entropy is True with compute_loss_func, expected False: a loss func"

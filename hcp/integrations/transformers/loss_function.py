@@ -54,7 +54,7 @@ class LossFunction:
         logits change. `items`: what the sum is divided by.
 
         Raises ValueError for a function whose loss would depend on the plan. This is found out by
-        four more calls, in the first micro-batch in which this rank has a loss."""
+        six more calls, in the first micro-batch in which this rank has a loss."""
         targets = local.labels.masked_fill(local.loss_mask == 0, IGNORED)
         labels = F.pad(cp.at_least_one_row(targets, IGNORED), (1, 0), value=IGNORED)[None]
         outputs.logits = F.pad(outputs.logits, (0, 0, 0, 1))
@@ -85,6 +85,10 @@ class LossFunction:
         again = partial(self._again, outputs)
         parts = [again(labels.where(some, IGNORED), count) for some in (odd, has_label & ~odd)]
         twice = again(labels, 2 * count)
+        one = labels.where(has_label & (has_label.cumsum(-1) == 1), IGNORED)
+        begun = one.clone()
+        begun[0, 0] = one.max()  # which the usual shift leaves out
+        alone, unshifted = again(one, count), again(begun, count)
         near = (1e-4 if torch.finfo(loss.dtype).bits >= 32 else 2e-2) * max(
             abs(whole), *map(abs, parts)
         )
@@ -93,6 +97,12 @@ class LossFunction:
             raise ValueError(
                 f"compute_loss_func gives {whole:g} with num_items_in_batch={n} and {twice:g} with "
                 f"{2 * n}, expected {whole / 2:g}: {_INSTEAD}"
+            )
+        if not abs(unshifted - alone) <= 1e-2 * abs(alone):
+            raise ValueError(
+                f"compute_loss_func gives {alone:g} for one label and {unshifted:g} if "
+                "labels[0, 0] is one, too, expected the same: pair outputs.logits[:, :-1] with "
+                "labels[:, 1:], as for Transformers. Rows would learn the tokens they are given"
             )
         if not abs(sum(parts) - whole) <= near:
             raise ValueError(

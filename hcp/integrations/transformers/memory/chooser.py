@@ -159,7 +159,7 @@ class Forecast:
         return (
             f"{self.length:,} tokens, {self.rows:,} rows a rank: predicted {self.seconds:.3g} s a "
             f"step, {self.device_bytes / GIB:.2f} of {self.limit / GIB:.2f} GiB a device, "
-            f"{self.host_bytes / GIB:.2f} GiB of the host\n"
+            f"{self.host_bytes / GIB:.2f} GiB of the host a rank\n"
             f"  layers: {layers}\n"
             f"  time: {parts}\n"
             f"  memory is fullest in {worst}; {self._why(counts)}"
