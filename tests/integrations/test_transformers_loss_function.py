@@ -282,6 +282,28 @@ def without_the_shift(outputs: Any, labels: Any, num_items_in_batch: Any = None)
     return losses / num_items_in_batch
 
 
+def weighted_by_place(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return (losses * torch.linspace(0.5, 1.5, len(losses))).sum() / num_items_in_batch
+
+
+def weighted_by_the_row_before(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    weights = logits.detach().logsumexp(-1).roll(1).sigmoid()
+    return (losses * weights).sum() / num_items_in_batch
+
+
+def times_rows(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return cross_entropy(outputs, labels, num_items_in_batch) * labels.numel()
+
+
+def without_the_first_row(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits, targets = outputs.logits[:, 1:-1].flatten(0, 1), labels[:, 2:].flatten()
+    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
 def detached(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return cross_entropy(outputs, labels, num_items_in_batch).detach()
 
@@ -293,12 +315,17 @@ def one_of_each_row(outputs: Any, labels: Any, num_items_in_batch: Any = None) -
 
 HALVES = r"with num_items_in_batch=\d+ and .* with \d+, expected .*: a rank has a part of the"
 ADDS = r"for labels of this rank, and .* for two parts of them, .* expected parts that add up"
+MOVED = r"for some labels of this rank, and .* for their rows alone in the reverse order, expected"
 REFUSED = [
     (a_mean, HALVES),
     (mean_and_sum, HALVES),
     (of_all_rows, ADDS),
     (weighted_by_the_others, ADDS),
     (without_the_shift, r"if labels\[0, 0\] is one, too, expected the same: pair outputs\.logits"),
+    (weighted_by_place, MOVED),
+    (weighted_by_the_row_before, MOVED),
+    (times_rows, MOVED),
+    (without_the_first_row, MOVED),
     (detached, "returns a loss without a gradient, expected one that is computed of outputs"),
     (one_of_each_row, r"compute_loss_func returns \(\d+,\), expected a tensor of one floating"),
     (lambda *_, num_items_in_batch: 0.0, "compute_loss_func returns float, expected a tensor of"),
@@ -314,9 +341,13 @@ def refuse(rank: int, size: int, folder: Any) -> None:
     for function, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             make(size, folder, function, limit=128).train()
-    for function, message in REFUSED[:5]:
+    for function, message in REFUSED[:9]:
         with pytest.raises(ValueError, match=message):
             make(size, folder, function, limit=128).evaluate()
+    trainer = make(size, folder, detached, limit=128)
+    trainer.evaluate()  # without gradients, so that it is not refused
+    with pytest.raises(ValueError, match="returns a loss without a gradient"):
+        trainer.train()
     linear = r"linear_cross_entropy is True with compute_loss_func, expected False: a loss func"
     with pytest.raises(ValueError, match=linear):
         make(size, folder, focal, linear_cross_entropy=True)

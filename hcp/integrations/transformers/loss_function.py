@@ -64,6 +64,11 @@ class LossFunction:
         if not self._checked and cp.rows:
             self._checked = self._check(outputs, labels, count, loss)
         if torch.is_grad_enabled() and not loss.requires_grad:
+            if bool((labels != IGNORED).any()) and bool(loss != 0):
+                raise ValueError(
+                    "compute_loss_func returns a loss without a gradient, expected one that is "
+                    "computed of outputs.logits: do not detach it"
+                )
             # Functions return a constant where no row has a label. The other ranks reduce
             # gradients, so that this one has to go through the model, too. The spare row is 0.
             loss = loss + spare
@@ -76,11 +81,6 @@ class LossFunction:
         has_label = labels != IGNORED
         if not bool(has_label.any()) or not 0 < abs(whole) < float("inf"):
             return False
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError(
-                "compute_loss_func returns a loss without a gradient, expected one that is "
-                "computed of outputs.logits: do not detach it"
-            )
         odd = has_label & (has_label.cumsum(-1) % 2 == 1)
         again = partial(self._again, outputs)
         parts = [again(labels.where(some, IGNORED), count) for some in (odd, has_label & ~odd)]
@@ -89,6 +89,7 @@ class LossFunction:
         begun = one.clone()
         begun[0, 0] = one.max()  # which the usual shift leaves out
         alone, unshifted = again(one, count), again(begun, count)
+        moved = self._of_rows(outputs, labels, odd, count)
         near = (1e-4 if torch.finfo(loss.dtype).bits >= 32 else 2e-2) * max(
             abs(whole), *map(abs, parts)
         )
@@ -110,7 +111,25 @@ class LossFunction:
                 f"{parts[1]:g} for two parts of them, the others being {IGNORED}, expected parts "
                 f"that add up to it: {_INSTEAD}"
             )
+        if not abs(moved - parts[0]) <= near:
+            raise ValueError(
+                f"compute_loss_func gives {parts[0]:g} for some labels of this rank, and "
+                f"{moved:g} for their rows alone in the reverse order, expected the same: "
+                f"{_INSTEAD}"
+            )
         return True
+
+    def _of_rows(self, outputs: Any, labels: Tensor, some: Tensor, count: Tensor) -> float:
+        """The loss of the rows with some of the labels, in the reverse order, before a row without
+        one."""
+        places = some[0].nonzero()[:, 0].flip(0)
+        whole, spare = outputs.logits, outputs.logits[:, -1:]
+        outputs.logits = torch.cat([whole[:, places - 1], spare, spare], 1)
+        try:
+            picked = F.pad(labels[:, places], (1, 1), value=IGNORED)
+            return self._again(outputs, picked, count)
+        finally:
+            outputs.logits = whole
 
     @torch.no_grad()
     def _again(self, outputs: Any, labels: Tensor, count: Tensor) -> float:
