@@ -288,7 +288,8 @@ static hcp_status try_memories(best *b, hcp_error *err) {
 static hcp_status try_static(best *b, hcp_error *err) {
   hcp_limits limits = *b->p->limits;
   int32_t degree = hcp__leanest(b->p, &b->p->kinds[0])->degree;
-  if (is_near(b, FAR) || degree <= limits.min_degree) return HCP_OK;
+  if (is_near(b, FAR) || degree < limits.min_degree || limits.min_degree == limits.max_degree)
+    return HCP_OK;
   limits.min_degree = limits.max_degree = degree;
   return try_limits(b, &limits, 0, err);
 }
@@ -298,7 +299,8 @@ static hcp_status try_static(best *b, hcp_error *err) {
 static hcp_status try_shared(best *b, hcp_error *err) {
   const hcp_limits *limits = b->p->limits;
   int64_t size = (int64_t)b->p->n * limits->ranks;
-  if (limits->sync == HCP_SYNC_STEP || size > HUGE || is_near(b, FAR)) return HCP_OK;
+  if (size > HUGE || is_near(b, FAR)) return HCP_OK;
+  if (limits->sync == HCP_SYNC_STEP) return try_static(b, err);
   hcp_status status = try_least(b, 2, err);
   if (status == HCP_OK && !limits->pow2 && !is_near(b, FAR)) status = try_pow2(b, 1, err);
   if (status == HCP_OK && !is_near(b, FAR)) status = try_pow2(b, 2, err);
@@ -317,6 +319,7 @@ static hcp_status try_stricter(best *b, hcp_error *err) {
   if (status == HCP_OK) status = try_pow2(b, 2, err);
   if (status == HCP_OK) status = try_least(b, 2, err);
   if (status == HCP_OK) status = try_even(b, err);
+  if (status == HCP_OK) status = try_static(b, err);
   return status == HCP_OK ? try_step(b, err) : status;
 }
 
