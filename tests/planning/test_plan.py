@@ -246,10 +246,13 @@ def test_dynamic_is_never_slower_than_static_on_heavy_tails() -> None:
     assert dynamic.makespan < static.makespan
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_many_sequences_of_half_a_rank_take_no_longer_than_with_less_freedom(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "most"), [(0, 1.024), (1, 1.028), (2, 1.028), (3, 1.023)])
+def test_many_sequences_of_half_a_rank_take_no_longer_than_with_less_freedom(
+    seed: int, most: float
+) -> None:
     """512 sequences of 1K to 16K on 32 ranks of 4,096 rows, where a micro-batch costs much: as few
-    micro-batches as static CP needs, and none higher."""
+    micro-batches as static CP needs, and none higher. Without those that waves_level.c fills, each
+    plan is 1% longer."""
     random = Random(seed)
     lengths = [int(1024 / (1 - random.random() * 15 / 16)) // 8 * 8 for _ in range(512)]
     price = hcp.CostModel(
@@ -258,8 +261,9 @@ def test_many_sequences_of_half_a_rank_take_no_longer_than_with_less_freedom(see
     request: dict[str, Any] = {"ranks": 32, "max_tokens_per_rank": 4096, "cost": price}
     request |= {"sync": "micro_batch", "ranks_per_node": 8}
     dynamic = hcp.plan(lengths, **request)
-    for least, most in ((4, 4), (2, 32), (4, 32)):
-        strict = hcp.plan(lengths, **request, min_degree=least, max_degree=most)
+    assert dynamic.makespan <= dynamic.bound * most
+    for least, largest in ((4, 4), (2, 32), (4, 32)):
+        strict = hcp.plan(lengths, **request, min_degree=least, max_degree=largest)
         assert dynamic.makespan <= strict.makespan * 1.001
 
 
