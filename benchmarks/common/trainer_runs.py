@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -171,21 +170,31 @@ def run(contestant: str, ranks: int, deadline: float) -> Measured | str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     program = str(Path(sys.argv[0]).resolve())
     asked = [*command, str(ranks), program, *sys.argv[1:], "--contestant", contestant]
-    with subprocess.Popen(
-        asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as started:
-        try:
-            said, errors = started.communicate(timeout=deadline)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)  # torchrun's ranks too
-            return f"not done after {deadline:g} s"
-    lines = [line for line in said.splitlines() if line.startswith(MARK)]
-    if started.returncode or not lines:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True) as torchrun:
+        said = said_by(torchrun, deadline)
+    if said is None:
+        return f"not done after {deadline:g} s"
+    output, errors = said
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    if torchrun.returncode or not lines:
         return _reason(errors)
     measured = Measured(**json.loads(lines[-1].removeprefix(MARK)))
     steps = " ".join(f"{seconds:.3g}" for seconds in measured.seconds)
     print(f"{contestant} on {ranks} ranks: steps of {steps} s", flush=True)
     return measured
+
+
+def said_by(torchrun: subprocess.Popen[str], deadline: float) -> tuple[str, str] | None:
+    """Return the output and the errors of torchrun, which is over then; None if it took longer, and
+    was ended. It ends its ranks if it is asked to: each has a session of its own, which outlives a
+    torchrun that is killed."""
+    try:
+        return torchrun.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        torchrun.terminate()
+        torchrun.communicate()
+        return None
 
 
 def _reason(errors: str) -> str:

@@ -187,10 +187,11 @@ def started(ranks: int, device: str) -> list[str]:
 
 def ended(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Run a command, its output in the file. Return its exit code, None if it took too long."""
-    with log.open("w") as to:
+    with log.open("w") as to, subprocess.Popen(command, stdout=to, stderr=to) as torchrun:
         try:
-            return subprocess.run(command, stdout=to, stderr=to, timeout=limit_s).returncode
+            return torchrun.wait(limit_s)
         except subprocess.TimeoutExpired:
+            torchrun.terminate()  # which ends its ranks; they would outlive one that is killed
             return None
 
 

@@ -15,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -224,6 +225,33 @@ def test_one_sentence_says_how_fast_hcp_is_over_what_people_run() -> None:
     )
     alone = {"hcp": totals["hcp"]}
     assert bench["verdict"](alone) == "hcp computes these batches alone: nothing is compared"
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_contestant_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path) -> None:
+    from common.trainer_runs import said_by
+
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import os, pathlib, time\n"
+        "made = pathlib.Path(__file__).with_name('new' + os.environ['RANK'])\n"
+        "made.write_text(str(os.getpid()))\n"
+        "made.rename(made.with_name('rank' + os.environ['RANK']))\n"
+        "time.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, "2", str(program)], stdout=pipe, stderr=pipe, text=True
+    ) as torchrun:
+        files = [tmp_path / f"rank{rank}" for rank in range(2)]
+        while not all(file.exists() for file in files):
+            assert torchrun.poll() is None
+            time.sleep(0.05)
+        assert said_by(torchrun, 0.1) is None
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 @pytest.mark.usefixtures("benchmarks")
