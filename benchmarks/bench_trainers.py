@@ -210,6 +210,8 @@ def by_trl(
     more: dict[str, Any] = {"per_device_train_batch_size": 1 if packs or with_cp else 2}
     if packs:
         more |= {"packing": True, "padding_free": True}
+        more |= {"gradient_accumulation_steps": packs_of(args, dataset, ranks)}
+        more |= {"train_sampling_strategy": "random"}  # in order, packs of long texts come first
     if with_cp:
         from accelerate import ParallelismConfig
 
@@ -223,11 +225,18 @@ def by_trl(
     )
 
 
+def packs_of(args: argparse.Namespace, dataset: Any, ranks: int) -> int:
+    """Of a rank in a step, so that a step has about as many tokens as one of hcp's."""
+    tokens = sum(len(row["input_ids"]) for row in dataset) / args.steps
+    return max(1, round(tokens / args.longest / ranks))
+
+
 def real_tokens(trainer: Any, ranks: int, *, with_cp: bool) -> float:
     """Tokens of a step, padding left out, on average over the data."""
     rows = trainer.train_dataset
     tokens = sum(len(row["input_ids"]) for row in rows) / len(rows)
-    return float(tokens * trainer.args.per_device_train_batch_size * (1 if with_cp else ranks))
+    each = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    return float(tokens * each * (1 if with_cp else ranks))
 
 
 def varlen_attention() -> str:

@@ -21,16 +21,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset, load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig
 
 import hcp
@@ -62,7 +65,8 @@ def model_of(args: argparse.Namespace, config: Any) -> Any:
     if not args.layers:
         return AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32)
     torch.manual_seed(args.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
+    with torch.device("cuda" if ON_GPUS else "cpu"):  # drawn in seconds, not in minutes
+        return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
 
 
 def texts_of(path: str) -> Dataset:
@@ -164,6 +168,21 @@ def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
     )
 
 
+class Clock(TrainerCallback):
+    """Takes the time between the ends of steps, each of which waits for its loss."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *given: Any, **named: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def told(self) -> str:
+        if len(self.ends) < 2:
+            return "one step, whose seconds also compile kernels"
+        return f"{median(b - a for a, b in pairwise(self.ends)):.4g} s a step after the first"
+
+
 def trainer_of(args: argparse.Namespace, prepare: Any = lambda: None) -> SFTTrainer:
     """Return hcp's trainer. ``prepare``: called once TRL's arguments are there."""
     config = config_of(args)
@@ -200,11 +219,13 @@ def train(args: argparse.Namespace, prepare: Any = lambda: None) -> SFTTrainer:
     trainer = trainer_of(args, prepare)
     if ON_GPUS:
         torch.cuda.reset_peak_memory_stats()
+    trainer.add_callback(clock := Clock())
     trainer.train(resume_from_checkpoint=args.resume)
     if args.held_out:
         trainer.evaluate()
     if ON_GPUS and RANK == 0:
-        print(f"measured: {torch.cuda.max_memory_allocated() / GIB:.2f} GiB at the most")
+        most = torch.cuda.max_memory_allocated() / GIB
+        print(f"measured: {clock.told()}, {most:.2f} GiB at the most", flush=True)
     return trainer
 
 
