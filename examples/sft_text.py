@@ -218,7 +218,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float]]:
         register_hcp_attention(model)
     documents = read(paths, tokenizer, args.max_length)
     # For a model of your own it is what fits in memory. A longer document is spread over several.
-    most = args.max_tokens_per_rank or 2 + args.max_length // min(ranks, 2)
+    most = args.max_seqlen_per_dp_cp_rank or 2 + args.max_length // min(ranks, 2)
     config = hcp.Config(max_seqlen_per_dp_cp_rank=most)
     static = config.static_degree(max(len(each["input_ids"]) for each in documents), ranks)
     options: dict[str, Any] = {
@@ -255,7 +255,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--held-out", type=int, default=16, help="documents of the evaluation")
     add("--max-length", type=int, default=4096, help="tokens of a document; the rest is cut")
     add(
-        "--max-tokens-per-rank",
+        "--max-seqlen-per-dp-cp-rank",
         type=int,
         help="what fits in memory (default: half of --max-length; one rank: all)",
     )

@@ -401,9 +401,12 @@ class Config:
         holding = [d for d in degrees if least_degree(longest, [d], limit, alignment)]
         if memory is not None and holding:
             raise ValueError(_too_many_bytes(longest, holding, memory, alignment))
-        raise ValueError(
-            f"rows of {longest} tokens on a rank of {degrees[-1]}"
-            f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
+        raise ValueError(self._too_many_rows(longest, degrees[-1]))
+
+    def _too_many_rows(self, longest: int, degree: int) -> str:
+        return (
+            f"rows of {longest} tokens on a rank of {degree} ({rows_up_to(longest, degree)})"
+            f" > max_seqlen_per_dp_cp_rank ({self.max_seqlen_per_dp_cp_rank}):"
             " raise it, use more ranks, or shorten the sequences (too_long='cut' does)"
         )
 
@@ -424,12 +427,24 @@ class Config:
             The plan.
 
         Raises:
-            ValueError: as of :func:`hcp.plan`; or a layer's comm type is "auto" and ``cost`` has no
-                prices for it.
+            ValueError: as of :func:`hcp.plan`, but of a sequence that is too long by the names of
+                these options; or a layer's comm type is "auto" and ``cost`` has no prices for it.
         """
         self.validate(ranks=ranks)
         if cost is not None:
             check_prices(self.comm_types, cost)
+        try:
+            return self._plan(lengths, ranks, cost, limits)
+        except ValueError as error:
+            longest, degrees = max(lengths, default=1), self._degrees(ranks)
+            held = (longest, degrees, self.max_seqlen_per_dp_cp_rank, limits.get("alignment") or 1)
+            if least_degree(*held) is None:
+                raise ValueError(self._too_many_rows(longest, degrees[-1])) from error
+            raise
+
+    def _plan(
+        self, lengths: Sequence[int], ranks: int, cost: CostModel | None, limits: dict[str, Any]
+    ) -> Plan:
         if self.sequence_packing_scheduler == "static_cp":
             size = self.context_parallel_size
             longest = max(lengths, default=1)

@@ -508,6 +508,11 @@ def names_of(made):
     return [name for batch in made for ids, _ in runs(batch) for name in ids]
 
 
+def test_a_sample_that_no_ranks_hold_is_refused_by_the_name_of_megatrons_option():
+    with pytest.raises(ValueError, match=r"of 2 \(101\) > max_seqlen_per_dp_cp_rank \(100"):
+        dev.sample_id_groups([("short", 10), ("long", 201)], 2, 100)
+
+
 def test_interleaved_stages_get_a_multiple_of_their_group():
     samples = [(i, length) for i, length in enumerate((90, 60, 50, 40, 30, 10))]
     assert len(dev.sample_id_groups(samples, 2, 100, micro_batch_group=2)) % 2 == 0

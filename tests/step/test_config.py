@@ -451,6 +451,25 @@ def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
         config.plan([3, 40], ranks=4, alignment=4)
 
 
+@pytest.mark.parametrize(
+    ("config", "aligned", "widest"),
+    [
+        (Config(8), 0, 4),
+        (Config(11), 8, 4),
+        (Config(8, "static_cp", context_parallel_size=2), 0, 2),
+    ],
+)
+def test_a_plan_of_too_long_a_sequence_is_refused_by_the_name_of_this_option(
+    config, aligned, widest
+):
+    limit = config.max_seqlen_per_dp_cp_rank
+    message = (
+        f"rows of 36 tokens on a rank of {widest} .* > max_seqlen_per_dp_cp_rank .{limit}.: rais"
+    )
+    with pytest.raises(ValueError, match=message):
+        config.plan([3, 36], ranks=4, alignment=aligned)
+
+
 def test_a_refusal_names_the_degree_that_needs_least():
     """Gathered keys may be more than the rows that more ranks save."""
     memory = hcp.MemoryModel(activation=1, gathered=100, limit=39)

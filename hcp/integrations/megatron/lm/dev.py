@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import hcp
+from hcp.planning.limits import rows_up_to
 
 Id = TypeVar("Id")
 
@@ -35,6 +36,12 @@ def sample_id_groups(
         raise ValueError(
             f"the dp_cp group has {ranks} ranks, expected a power of two: Megatron's dynamic CP "
             "has process groups for these degrees alone"
+        )
+    longest = max((length for _, length in samples), default=1)
+    if (rows := rows_up_to(longest, ranks)) > max_tokens_per_rank:
+        raise ValueError(
+            f"rows of {longest} tokens on a rank of {ranks} ({rows}) > max_seqlen_per_dp_cp_rank "
+            f"({max_tokens_per_rank}): raise it, use more ranks, or shorten the sequences"
         )
     interleaved = micro_batch_group is not None and micro_batch_group > 1
     stages = {"pipeline_stages": micro_batch_group, "virtual_stages": 2} if interleaved else {}
