@@ -210,7 +210,8 @@ def chosen(args: argparse.Namespace, config: Any, ranks: int) -> Any:
     gib = args.device_gib
     if gib is None:
         gib = 0.92 * torch.cuda.mem_get_info()[1] / GIB if args.device == "cuda" else 1.0
-    machine = memory.Machine(ranks, int(gib * GIB), int(args.host_gib * GIB))
+    newest: dict[str, Any] = {"apart": True} if args.forecast else {}  # whatever is installed
+    machine = memory.Machine(ranks, int(gib * GIB), int(args.host_gib * GIB), **newest)
     return memory.choose(config, counted, prices, machine, args.tokens)
 
 

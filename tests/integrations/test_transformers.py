@@ -2195,10 +2195,69 @@ def whole_gradients_of_steps(rank, size, folder, options):
     bytes_ = [
         memory.choose(
             config, sizes, prices, memory.Machine(size, 2**30, accumulates=accumulates), 64
-        ).device_bytes
+        ).phases["the loss"]
         for accumulates in (False, True)
     ]
     return found, bytes_[1] - bytes_[0]
+
+
+def gathered_in_phases(rank, size, folder):
+    """Bytes of whole weights and of results of gathers in the phases of a step, and what a forecast
+    counts."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from hcp.integrations.gathers import parameter_groups
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.chooser import shards_apart
+    from hcp.integrations.transformers.memory.weight_bytes import WeightBytes
+
+    as_torchrun(size)
+    found = {}
+    with contextlib.ExitStack() as stack:
+        prepare = partial(stack.enter_context, fsdp_on_cpus())
+        options = SHARDED | {"eval_strategy": "no", "max_steps": 2, "limit": 52}
+        trainer = make_trainer(size, folder, prepare=prepare, **options)
+
+        def gathered():
+            modules = [m for m in trainer.model.modules() if isinstance(m, FSDPModule)]
+            groups = {id(g): g for m in modules for g in parameter_groups(m)}.values()
+            whole = [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
+            waits = next(iter(groups)).comm_ctx.all_gather_state
+            results = [g._all_gather_result for g in groups]
+            results += [] if waits is None else [waits.all_gather_result]
+            whole += [result.all_gather_output for result in results if result is not None]
+            return sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in whole)}.values())
+
+        def watch(name):
+            def called(module, given, out):
+                found.setdefault(f"forward of {name}", gathered())
+                if out.requires_grad:
+                    out.register_hook(
+                        lambda grad: found.update({f"backward of {name}": gathered()})
+                    )
+
+            return called
+
+        own = trainer.model.model
+        for i, layer in enumerate(own.layers):
+            layer.mlp.register_forward_hook(watch(f"layer {i}"))
+        own.norm.register_forward_hook(watch("norm"))
+        trainer.train()
+    counted = memory.model_bytes(trainer.model.config, torch.float32)
+    layers = counted.layers
+    weights = WeightBytes(counted, size, offloaded=True, accumulates=False, apart=shards_apart())
+    head = weights.head  # its gradient
+    expected = {
+        f"forward of layer {layers - 1}": weights.forward(),
+        "forward of norm": weights.loss() - head,
+        "backward of norm": weights.norm_backward() - head,
+    }
+    return {name: found[name] for name in expected}, expected
+
+
+def test_a_forecast_counts_the_weights_that_are_gathered_in_each_phase(tmp_path):
+    for found, expected in run_ranks(2, gathered_in_phases, tmp_path):
+        assert found == expected
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from support.finetuning import documents
+from torch.autograd.graph import get_gradient_edge
 
 import hcp
 
@@ -128,8 +129,8 @@ def test_parameters_are_counted_as_the_model_has_them():
     assert counted.parameters == sum(p.numel() for p in model.parameters())
 
 
-def whole_model_on_meta(counts, rows, counted):
-    """The most bytes of a step of all layers, walked through without values."""
+def whole_model_on_meta(counts, rows, counted, norm=False):
+    """The most bytes of a step of all layers, and the last norm, walked through without values."""
     import transformers
 
     from hcp.integrations.transformers import memory
@@ -141,15 +142,16 @@ def whole_model_on_meta(counts, rows, counted):
         model = transformers.AutoModelForCausalLM.from_config(
             config(layers=len(words), sizes=WIDE), attn_implementation=COUNTED
         ).bfloat16()
-    model.model.norm = torch.nn.Identity()  # belongs to the loss
+    if not norm:
+        model.model.norm = torch.nn.Identity()
     memory.apply(model, memory.Choice(words, counted.chunk_of(rows)))
     mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
     tokens = torch.zeros(1, rows, device="meta", dtype=torch.long)
     with LiveBytes() as live:
         out = model.model(input_ids=tokens, attention_mask=mask, use_cache=False)
-        total = (out.last_hidden_state * 1.0).sum()  # saves nothing, and gives a whole gradient
+        edge, like = get_gradient_edge(out.last_hidden_state), torch.empty_like(out[0])
         del out
-        total.backward()
+        torch.autograd.backward([edge], [like])
     return live.most
 
 
@@ -159,6 +161,13 @@ def whole_model_on_meta(counts, rows, counted):
 )
 def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
     """Without the loss, and what parameters take."""
+    step, phases = phases_of(counts, rows)
+    predicted = max(size for name, size in phases.items() if "layers" in name or "forward" in name)
+    walked = whole_model_on_meta(counts, rows, step.counted)
+    assert predicted == pytest.approx(walked, rel=0.03)
+
+
+def phases_of(counts, rows):
     from hcp.integrations.transformers import memory
     from hcp.integrations.transformers.memory.chooser import Counts, _Step
 
@@ -166,9 +175,35 @@ def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
     counted = memory.model_bytes(model, torch.bfloat16)
     machine = memory.Machine(1, 2**40, offload_state=True)
     step = _Step(model, counted, prices(), machine, rows)
-    step.loss = 0
-    predicted = max(step.phases(Counts(0, 0, *counts)).values())
-    assert predicted == pytest.approx(whole_model_on_meta(counts, rows, counted), rel=0.03)
+    return step, step.phases(Counts(0, 0, *counts))
+
+
+def test_the_backward_of_the_last_norm_is_that_of_a_walk():
+    step, phases = phases_of((4, 2), 60_000)
+    predicted = phases["the backward of the last norm"] - step.weights.head
+    assert predicted > max(size for name, size in phases.items() if "layers" in name)
+    walked = whole_model_on_meta((4, 2), 60_000, step.counted, norm=True)
+    assert predicted == pytest.approx(walked, rel=0.03)
+
+
+@pytest.mark.parametrize("rows", [1500, 30_000, 500_000])
+@pytest.mark.parametrize(
+    ("word", "chunk_rows"), [("keep", 0), ("recompute", 0), ("recompute", 4096)]
+)
+def test_the_most_of_a_layer_is_counted_at_few_rows_and_at_many(rows, word, chunk_rows):
+    """Which moment is the fullest depends on the rows: that of few has gradients of parameters."""
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.layer_bytes import _Layer, _of_one_layer
+
+    model = config(sizes=WIDE)
+    counted = memory.model_bytes(model, torch.bfloat16, chunk_rows).of(word, rows)
+    layer = _Layer(_of_one_layer(model, torch.bfloat16), torch.bfloat16)
+    applied = memory.apply(layer.model, memory.Choice([word], chunk_rows))
+    real = layer._count(rows)
+    applied.remove()
+    assert counted.forward.at(rows) == pytest.approx(real.forward, rel=0.03)
+    assert counted.backward.at(rows) == pytest.approx(real.backward, rel=0.03)
+    assert counted.in_backward(rows, 2**40) == pytest.approx(2**40 + real.backward_attention)
 
 
 def test_experts_are_refused_by_name():

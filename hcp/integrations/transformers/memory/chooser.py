@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from hcp._validate import expect_names, expect_size
+from hcp._versions import installed, numbers
 from hcp.integrations.model_cost import Sizes, sizes_of
 from hcp.integrations.transformers.memory.choice import ROWS, Choice, LayerRows
 from hcp.integrations.transformers.memory.layer_bytes import ModelBytes, exchange_bytes
+from hcp.integrations.transformers.memory.weight_bytes import WeightBytes
 from hcp.planning import saved
 
 GIB = 2**30
 FORMAT = "hcp memory prices, version 1"
-STATE_BYTES = 16
-"""Bytes of a parameter on its owner: float32 weight and gradient, and both moments of Adam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ def _from_entries(data: dict[str, Any]) -> Prices:
     return Prices(**data["prices"])
 
 
+def shards_apart() -> bool:
+    """Whether the installed Accelerate makes groups of the embedding and the head."""
+    return numbers(installed("accelerate") or "0") >= (1, 14)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where a model trains."""
@@ -109,6 +114,10 @@ class Machine:
     accumulates: bool = False
     """Whether a step may have several micro-batches. FSDP2 then holds the gradients of all
     parameters on each device, in the dtype of rows, until the last one reduces them."""
+    apart: bool = field(default_factory=shards_apart)
+    """Whether the embedding and the head are groups of FSDP2 of their own, as Accelerate 1.14 and
+    later make them; by default whether the one that is installed does. Otherwise they are whole for
+    all of a step, as under `fully_shard(model)`."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("device_bytes", 1), ("host_bytes", 0)):
@@ -270,52 +279,64 @@ class _Step:
         shared = (sizes.heads, sizes.key_heads, sizes.head_dim, counted.itemsize, machine.ranks)
         buffers = exchange_bytes(*shared) * rows
         self.kept_held, self.again_held = kept.held.at(rows), again.held.at(rows)
-        self.kept_forward = kept.forward.at(rows) + buffers
-        self.kept_backward = kept.backward.at(rows) + buffers
-        self.again_forward = again.forward.at(rows) + buffers
-        self.again_backward = again.backward.at(rows) + buffers
+        self.kept_forward = kept.in_forward(rows, buffers)
+        self.kept_backward = kept.in_backward(rows, buffers)
+        self.again_backward = again.in_backward(rows, buffers)
+        self.weights = WeightBytes(
+            *(counted, machine.ranks),
+            offloaded=machine.offload_state,
+            accumulates=machine.accumulates,
+            apart=machine.apart,
+        )
         # All layers share the angles of the rotary embedding; tokens, labels, positions and masks.
-        self.fixed = self._fixed() + rows * (2 * sizes.head_dim * counted.itemsize + 32)
-        # The last hidden states, their normed form in 16 and 32 bits and their gradient, and the
-        # gradient of the head's weight; logits are made in chunks of as many bytes.
-        row = counted.width * (3 * counted.itemsize + 8)
-        self.loss = row * rows + counted.other_parameters * counted.itemsize // 2
-
-    def _fixed(self) -> int:
-        """Parameters: the rank's share with gradients and optimizer, two layers gathered, one's
-        gradients on their way, embedding and head, which stay, and gradients that are not reduced
-        yet."""
-        one, rest = self.counted.layer_parameters, self.counted.other_parameters
-        own = 0 if self.machine.offload_state else STATE_BYTES * self._own_parameters()
-        if self.machine.ranks == 1:
-            return own
-        waiting = self.counted.parameters if self.machine.accumulates else 0
-        return own + (2 * one + rest + waiting) * self.counted.itemsize + 4 * one
-
-    def _own_parameters(self) -> int:
-        return -(-self.counted.parameters // self.machine.ranks)
+        self.fixed = rows * (2 * sizes.head_dim * counted.itemsize + 32)
+        # The last hidden states, normed, and their gradient. Logits are made in chunks of as many
+        # bytes as these, rounded up to a power of two: of less than twice as many.
+        self.row = rows * counted.width * counted.itemsize
+        self.loss = counted.norm.held.at(rows) + 4 * self.row
+        self.norm_backward = counted.norm.backward.at(rows)
 
     def phases(self, counts: Counts) -> dict[str, int]:
-        """The most bytes on the device: in the forward, the loss, and the backward of the last
-        layer under each word. What was held by layers above is gone by then."""
+        """The most bytes on the device in each phase. Rows that were held by layers above are gone
+        by then, and their gradients are there: the fullest of the layers under a word is its first
+        or its last one."""
         lean, offloaded, again, kept = counts
         held_again = again * self.again_held
         held = held_again + kept * self.kept_held
         moving = self.again_held if lean else 0
         moving_whole = self.kept_held if offloaded else 0
-        found = {"the loss": held + self.loss}
-        if kept:
-            found["the backward of kept layers"] = held - self.kept_held + self.kept_backward
+        weights = self.weights
+        found = {
+            "the loss": weights.loss() + held + self.loss,
+            "the backward of the last norm": weights.norm_backward() + held + self.norm_backward,
+            "the backward of the embedding": weights.embedding_backward() + 2 * self.row,
+            "the update": weights.update(),
+        }
         if kept or offloaded:
             before = held - self.kept_held if kept else moving_whole
-            found["the forward"] = before + self.kept_forward
+            found["the forward"] = weights.forward() + before + self.kept_forward
+
+        def most(above: int, layers: int, below: int, each: int, own: int) -> int:
+            """In the backward of some layers of one kind: each holds, and the most of its own."""
+            first = weights.layer_backward(above) + (layers - 1) * each
+            return below + own + max(first, weights.layer_backward(above + layers - 1))
+
+        if kept:
+            found["the backward of kept layers"] = most(
+                0, kept, held_again, self.kept_held, self.kept_backward
+            )
         if again:
-            below = held_again - self.again_held + max(moving, moving_whole)
-            found["the backward of recomputed layers"] = below + self.again_backward
+            found["the backward of recomputed layers"] = most(
+                *(kept, again, max(moving, moving_whole), self.again_held, self.again_backward)
+            )
         if offloaded:
-            found["the backward of offloaded layers"] = moving_whole + self.kept_backward
+            found["the backward of offloaded layers"] = most(
+                kept + again, offloaded, moving_whole, 0, self.kept_backward
+            )
         if lean:
-            found["the backward of layers recomputed from the host"] = moving + self.again_backward
+            found["the backward of layers recomputed from the host"] = most(
+                kept + again + offloaded, lean, moving, 0, self.again_backward
+            )
         return {name: self.fixed + size for name, size in found.items()}
 
     def fits(self, counts: Counts) -> bool:
@@ -326,8 +347,7 @@ class _Step:
 
     def host_bytes(self, counts: Counts) -> int:
         rows = counts.recompute_offload * self.again_held + counts.offload * self.kept_held
-        state = STATE_BYTES * self._own_parameters() if self.machine.offload_state else 0
-        return rows + state
+        return rows + self.weights.on_host()
 
     def seconds(self, counts: Counts) -> dict[str, float]:
         """Seconds of each part of a step. Copies hide behind the layer that computes beside."""
@@ -338,9 +358,9 @@ class _Step:
             max(0.0, lean - self.forward) + max(0.0, lean - self.backward - self.matrices)
         )
         waits += counts.offload * (max(0.0, whole - self.forward) + max(0.0, whole - self.backward))
-        update = self._own_parameters() * prices.parameter
+        update = self.weights.own * prices.parameter
         if self.machine.offload_state:  # gradients go, weights come
-            update += 8 * self._own_parameters() / prices.host_rate
+            update += 8 * self.weights.own / prices.host_rate
         return {
             "forward": layers * self.forward,
             "backward": layers * self.backward,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,16 +36,37 @@ class Line(NamedTuple):
         return int(self.row * rows + self.fixed)
 
 
+class Most(NamedTuple):
+    """The most bytes at once, of any number of rows: which moment of a pass is the fullest depends
+    on it, so that there is a line between each two counts."""
+
+    counts: tuple[tuple[int, int], ...]
+    """Rows and bytes, ascending."""
+
+    def at(self, rows: int) -> int:
+        return max(_line(*pair).at(rows) for pair in itertools.pairwise(self.counts))
+
+
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer, its parameters not counted."""
+    """Bytes of one layer, or of the last norm, its parameters not counted."""
 
     held: Line
     """From its forward to its backward, its input included where it is needed."""
-    forward: Line
+    forward: Most
     """The most during its forward, input and output included."""
-    backward: Line
+    backward: Most
     """The most during its backward: with what it held, and the gradients of its parameters."""
+    forward_attention: Most
+    """The most while attention runs, buffers of exchanges not included."""
+    backward_attention: Most
+
+    def in_forward(self, rows: int, buffers: int) -> int:
+        """The most of both, with so many bytes of buffers of exchanges."""
+        return max(self.forward.at(rows), self.forward_attention.at(rows) + buffers)
+
+    def in_backward(self, rows: int, buffers: int) -> int:
+        return max(self.backward.at(rows), self.backward_attention.at(rows) + buffers)
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,10 @@ class ModelBytes:
     layer_parameters: int
     other_parameters: int
     """Of the embedding, the head and the last norm."""
+    embedding_parameters: int
+    """Of the embedding, 0 where it is the head's weight, too."""
+    norm: LayerBytes
+    """Of what lies between the last layer and the head: the last norm."""
 
     @property
     def parameters(self) -> int:
@@ -98,23 +124,33 @@ def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> Mo
     chunked = None
     if chunk_rows:
         try:
-            chunked = layer.lines(
-                Choice(["recompute"], chunk_rows), (4 * chunk_rows, 8 * chunk_rows)
-            )
+            chunks = tuple(n * chunk_rows for n in (2, 4, 8, 16, 32))
+            chunked = layer.counted(Choice(["recompute"], chunk_rows), chunks)
         except ValueError:  # its MLP computes all rows at once
             chunk_rows = 0
-    own = sum(p.numel() for p in layer.layer.parameters())
+    own, embedding = _numel(layer.layer), model.get_input_embeddings()  # type: ignore[operator]
+    tied = embedding.weight is model.get_output_embeddings().weight  # type: ignore[operator]
     return ModelBytes(
         layers=text.num_hidden_layers,
         width=text.hidden_size,
         itemsize=dtype.itemsize,
-        kept=layer.lines(Choice(["keep"]), (1024, 2048)),
-        recomputed=layer.lines(Choice(["recompute"]), (1024, 2048)),
+        kept=layer.counted(Choice(["keep"]), ROWS),
+        recomputed=layer.counted(Choice(["recompute"]), ROWS),
         in_chunks=chunked,
         chunk_rows=chunk_rows,
         layer_parameters=own,
-        other_parameters=sum(p.numel() for p in model.parameters()) - own,
+        other_parameters=_numel(model) - own,
+        embedding_parameters=0 if tied else _numel(embedding),
+        norm=layer.norm_counted(ROWS),
     )
+
+
+ROWS = (1024, 2048, 4096, 65_536, 131_072)
+"""At which layers are counted."""
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _of_one_layer(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -138,43 +174,62 @@ class _Layer:
         (self.layer,) = layers_of(model)
         self.model, self.dtype = model, dtype
 
-    def lines(self, choice: Choice, rows: tuple[int, int]) -> LayerBytes:
+    def counted(self, choice: Choice, rows: tuple[int, ...]) -> LayerBytes:
         applied = apply(self.model, choice)
         try:
-            few, many = (self._count(count) for count in rows)
+            return _between(rows, [self._count(count) for count in rows])
         finally:
             applied.remove()
-        lines = (_line(*rows, *found) for found in zip(few, many, strict=True))
-        return LayerBytes(*lines)
 
-    def _count(self, rows: int) -> tuple[int, int, int]:
+    def norm_counted(self, rows: tuple[int, ...]) -> LayerBytes:
+        return _between(rows, [self._count_norm(count) for count in rows])
+
+    def _count(self, rows: int) -> _Counts:
         hidden, others, named = self._arguments(rows)
         leaf = torch.empty_like(hidden).requires_grad_()
         self.model.zero_grad()
         with LiveBytes() as live:
             hidden = leaf.clone()  # its own memory, as that of the layer before
-            out = self.layer(hidden, *others, **named)
-            out = out[0] if isinstance(out, tuple) else out
+            result = [_rows_of(self.layer(hidden, *others, **named))]
             del hidden
-            forward, held = live.most, live.now - out.nbytes
-            edge, like = get_gradient_edge(out), torch.empty_like(out, device="meta")
-            del out
-            live.most = live.now
-            torch.autograd.backward([edge], [like])
-        return held, forward, live.most
+            return _through_the_backward(live, result)
+
+    def _count_norm(self, rows: int) -> _Counts:
+        """The model after its layer, whose place a copy takes."""
+        made: list[LiveBytes] = []
+
+        def replaced(layer: nn.Module, given: object, out: Any) -> Any:
+            leaf = torch.empty_like(_rows_of(out)).requires_grad_()
+            made.append(LiveBytes())
+            made[0].__enter__()
+            rows = leaf.clone()
+            return (rows, *out[1:]) if isinstance(out, tuple) else rows
+
+        self.model.zero_grad()
+        hook = self.layer.register_forward_hook(replaced)
+        try:
+            decoder: Any = self.model.base_model
+            result = [decoder(**self._given(rows)).last_hidden_state]
+            return _through_the_backward(made[0], result)
+        finally:
+            hook.remove()
+            for live in made:
+                live.__exit__(None, None, None)
+
+    def _given(self, rows: int) -> dict[str, Any]:
+        # A mask that is made already, which Transformers hands on.
+        mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
+        tokens = torch.zeros(1, rows, dtype=torch.long, device="meta")
+        return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
 
     def _arguments(self, rows: int) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         seen: list[Any] = []
         hook = self.layer.register_forward_pre_hook(
             lambda module, given, named: seen.append((given, named)), with_kwargs=True
         )
-        tokens = torch.zeros(1, rows, dtype=torch.long, device="meta")
         try:
             with torch.no_grad():
-                # A mask that is made already, which Transformers hands on.
-                mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
-                given = {"attention_mask": mask, "use_cache": False}
-                self.model(input_ids=tokens, logits_to_keep=1, **given)
+                self.model(logits_to_keep=1, **self._given(rows))
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{type(self.model).__name__} does not run on the device meta, expected one whose "
@@ -187,9 +242,40 @@ class _Layer:
         return hidden, tuple(others), named
 
 
-def _line(few_rows: int, many_rows: int, few: int, many: int) -> Line:
-    row = (many - few) / (many_rows - few_rows)
-    return Line(row, few - row * few_rows)
+def _rows_of(out: Any) -> Tensor:
+    rows: Tensor = out[0] if isinstance(out, tuple) else out
+    return rows
+
+
+class _Counts(NamedTuple):
+    held: int
+    forward: int
+    backward: int
+    forward_attention: int
+    backward_attention: int
+
+
+def _through_the_backward(live: LiveBytes, result: list[Tensor]) -> _Counts:
+    """Count what is live after a forward, and then its backward. ``result``: of the forward, alone;
+    it is taken out of the list."""
+    out = result.pop()
+    forward, held, attending = live.most, live.now - out.nbytes, live.marked
+    edge, like = get_gradient_edge(out), torch.empty_like(out, device="meta")
+    del out
+    live.most, live.marked = live.now, 0
+    torch.autograd.backward([edge], [like])
+    return _Counts(held, forward, live.most, attending, live.marked)
+
+
+def _between(rows: tuple[int, ...], counts: list[_Counts]) -> LayerBytes:
+    columns = (tuple(zip(rows, column, strict=True)) for column in zip(*counts, strict=True))
+    held, *most = columns
+    return LayerBytes(_line(*held[:2]), *map(Most, most))
+
+
+def _line(few: tuple[int, int], many: tuple[int, int]) -> Line:
+    row = (many[1] - few[1]) / (many[0] - few[0])
+    return Line(row, few[1] - row * few[0])
 
 
 # ---- attention that is counted -------------------------------------------------------------------
@@ -216,6 +302,7 @@ class _Counted(torch.autograd.Function):
             lse = query.new_empty(query.shape[:2], dtype=_wide(query.dtype))
             if kept is not None:
                 kept.add(out, lse)
+            LiveBytes.mark()
         else:
             out, lse = recalled
         ctx.save_for_backward(query, key, value, out, lse)
@@ -223,7 +310,9 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        grads = tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        LiveBytes.mark()
+        return grads
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

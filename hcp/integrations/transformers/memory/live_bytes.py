@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,10 +17,27 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts memory that operators make inside of this context, once for all views of it."""
 
+    entered: ClassVar[list[LiveBytes]] = []
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.now = self.most = self.marked = 0
         self._known: set[int] = set()
+
+    @classmethod
+    def mark(cls) -> None:
+        """Note in ``marked`` what is live now, the most of all calls."""
+        for live in cls.entered:
+            live.marked = max(live.marked, live.now)
+
+    def __enter__(self) -> LiveBytes:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.entered.append(self)
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self.entered.remove(self)
+        super().__exit__(*given)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
