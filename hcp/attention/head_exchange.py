@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.attention.head_shares import key_heads, split
-from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, wide
+from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, copied, wide
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import HeadMoves, Move
 from hcp.exchange.transport import Transport
@@ -274,9 +274,9 @@ class _Repeated:
         return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
 
     def _index_on(self, device: torch.device) -> Tensor:
-        """The index on a device. It stays there for the next layer: the host waits for the copy."""
+        """The index on a device, where it stays for the next layer."""
         if self._index.device != device:
-            self._index = self._index.to(device)
+            self._index = copied(self._index, device)
         return self._index
 
     def _repeat(self, rows: Tensor) -> Tensor:

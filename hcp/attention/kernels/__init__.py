@@ -115,10 +115,18 @@ class Launch:
         gaps between them as queries without keys and keys without queries. Kept for the next
         layer."""
         if self._bounds is None:
-            bounds = self._packed.section("BOUNDS").to(torch.int32)
-            queries, keys = bounds.t().contiguous().to(device)
+            bounds = self._packed.section("BOUNDS").to(torch.int32).t().contiguous()
+            queries, keys = copied(bounds, device)
             self._bounds = queries, keys
         return self._bounds
+
+
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a table of the host to a device. The host does not wait for what a GPU has to do
+    before."""
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 ResultGrads: TypeAlias = tuple[Tensor, Tensor | None]

@@ -29,6 +29,7 @@ from hcp.attention.kernels import (
     KernelCall,
     Launch,
     ResultGrads,
+    copied,
     nan_for_infinity,
     wide,
 )
@@ -243,7 +244,7 @@ class _Places:
             min(_power_of_four(max(n, _LEAST_ROWS)), rows)
             for n, rows in zip(launch.longest, self.rows, strict=True)
         )
-        places = packed.places().to(device)
+        places = copied(packed.places(), device)
         self._starts = places[:, : self.sequences + 1]
         self._sizes: list[Tensor] = [of.to(torch.int32) for of in places[:, self.sequences + 1 :]]
         self._offsets: dict[tuple[int, int], Tensor] = {}
