@@ -1,8 +1,9 @@
 """Compare how evenly ranks share attention under masks: hcp's cuts, zigzag, and equal chunks dealt
-to the least loaded rank; and what planning by pairs brings. CPU only, nothing is timed but cuts.
+to the least loaded rank; what planning by pairs brings; and attention of such packs on GPUs.
 
     python benchmarks/bench_masks.py [--ranks 8 16 32] [--packs 20]
     python benchmarks/bench_masks.py --plans               batches of masked sequences, planned
+    torchrun --nproc-per-node 8 benchmarks/bench_masks.py --time --device cuda [--peers magi]
 
 The masks are those of MagiAttention's benchmark of its dispatch solver (exps/dist_attn of
 SandAI-org/MagiAttention): documents whose lengths follow its published distributions, packed to
@@ -19,6 +20,18 @@ Columns, medians and the worst over --packs draws:
 
 With --plans: makespan over lower_bound by the pairs of the masks, for plans by pairs and for
 plans that price every sequence as causal.
+
+With --time: attention of --heads heads is computed forward and backward, by hcp and by
+MagiAttention where it is installed (peers/magi.py), on --tokens tokens a rank. The first four masks
+are those of MagiAttention's benchmark of its whole attention; the lengths of documents follow that
+benchmark, which splits what is longer than a quarter of the pack. hcp plans the parts of a pack
+that do not see each other as sequences, by the cost of attention alone, at the rates that the run
+measures, with up to --room times the mean rows on a rank. Each contestant's output and gradients
+are compared with the formula before it is timed. Columns:
+  rows       of the rank that has the most, over the mean
+  ms         mean over the packs of the slowest rank's, of which each is the median of --rounds
+  TFLOP/s    4 operations for each pair, head and element of a head forward, 2.5 times as many
+             backward, over the time: of both passes less the forward's
 """
 
 from __future__ import annotations
@@ -32,6 +45,7 @@ from typing import Any
 
 from common.flags import JsonFile, end_after, parser_of
 from common.machine import planner_line
+from common.masked import time_masks
 
 import hcp
 from hcp import Mask
@@ -77,6 +91,23 @@ LONG = {
     (2097152, 4194304): 1,
 }
 """The same for longer packs."""
+SPLIT = {
+    (0, 10): 30_254,
+    (11, 50): 391_188,
+    (51, 100): 699_596,
+    (101, 200): 1_377_757,
+    (201, 500): 3_794_735,
+    (501, 1024): 3_316_785,
+    (1025, 2048): 2_106_566,
+    (2049, 4096): 988_525,
+    (4097, 8192): 410_002,
+    (8193, 16384): 173_574,
+    (16385, 32768): 115_007,
+    (32769, 65536): 18_428,
+    (65537, 131072): 22_513,
+    (131073, 196608): 18_284,
+}
+"""Numbers of documents, by length, in MagiAttention's benchmark of its whole attention."""
 
 
 class Draw:
@@ -97,6 +128,24 @@ class Draw:
             lengths.append(self.one(left))
             left -= lengths[-1]
         return lengths
+
+
+class SplitDraw(Draw):
+    """Lengths in the middle of their ranges, in pieces of up to a quarter of the pack."""
+
+    def __init__(self, r: Random, tokens: int) -> None:
+        super().__init__(r, tokens)
+        quarter = max(1, tokens // 4)
+        self._pieces: dict[int, int] = {}
+        for (low, high), count in SPLIT.items():
+            whole, left = divmod((low + high) // 2, quarter)
+            for piece, number in ((quarter, whole * count), (left, count)):
+                if piece and number:
+                    self._pieces[piece] = self._pieces.get(piece, 0) + number
+
+    def one(self, most: int) -> int:
+        (piece,) = self.r.choices([*self._pieces], [*self._pieces.values()])
+        return min(most, piece)
 
 
 def prefix(draw: Draw, tokens: int) -> Mask:
@@ -276,13 +325,20 @@ def show(rows: Iterable[dict[str, object]], file: JsonFile) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, devices=("cpu",), device="cpu", rounds=1)
+    parser = parser_of(__doc__, device="cpu", rounds=None, rounds_help="with --time (5)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk that is dealt")
-    parser.add_argument("--packs", type=int, default=20, help="draws of each mask")
+    parser.add_argument("--packs", type=int, help="draws of each mask (20; with --time 3)")
     parser.add_argument("--plans", action="store_true", help="batches of masked sequences")
+    add_time(parser)
     arguments = parser.parse_args()
+    arguments.packs = arguments.packs or (3 if arguments.time else 20)
+    if arguments.time:
+        time_masks(arguments, lambda kind, r, tokens: MASKS[kind](SplitDraw(r, tokens)))
+        return
+    if arguments.device != "cpu":
+        parser.error("--device cuda goes with --time")
     end_after(arguments.deadline)
     print(planner_line())
     file = arguments.json
@@ -291,6 +347,31 @@ def main() -> None:
         show((planned(n, sync, arguments) for n in arguments.ranks for sync in syncs), file)
     else:
         show((balance(kind, n, arguments) for n in arguments.ranks for kind in MASKS), file)
+
+
+def add_time(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that --time reads."""
+    parser.add_argument("--time", action="store_true", help="attention on the ranks of torchrun")
+    parser.add_argument(
+        "--masks",
+        nargs="+",
+        choices=MASKS,
+        default=("causal", "full", "full documents", "causal documents"),
+        metavar="MASK",
+        help="with --time",
+    )
+    parser.add_argument("--peers", nargs="*", choices=("magi",), default=("magi",), help="(all)")
+    parser.add_argument(
+        "--heads", type=int, nargs=2, metavar=("QUERY", "KEY"), help="(CPU: 4 2, CUDA: 64 8)"
+    )
+    parser.add_argument("--head-dim", type=int, help="(CPU: 16, CUDA: 128)")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--backend", default="auto", help="kernels of hcp, as of get_cp_handler_cls"
+    )
+    parser.add_argument("--comm-type", choices=hcp.COMM_TYPES, default="auto", help="of hcp (auto)")
+    parser.add_argument("--transport", default="auto", help="of hcp (auto)")
+    parser.add_argument("--room", type=float, default=1.1, help="of hcp's rows over the mean (1.1)")
 
 
 if __name__ == "__main__":

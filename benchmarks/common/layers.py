@@ -172,7 +172,6 @@ def check(
 class Layer:
     """One micro-batch of a plan on this rank, with its rows of the inputs."""
 
-    cp: ContextParallelHandler
     attention: Attention
     inputs: list[Tensor]
     grad: Tensor
@@ -200,11 +199,24 @@ def layer_of(
     def local(tensors: Sequence[Tensor]) -> list[Tensor]:
         return whole.local(cp.layout, tensors) if own is None else [x[own] for x in tensors]
 
-    *inputs, grad = (x.clone() for x in local(whole.inputs))
-    layer = Layer(cp, attention, [x.requires_grad_() for x in inputs], grad)
+    given = local(whole.inputs), local(whole.wanted), whole.largest
+    return checked_layer(what, attention, *given, whole.sizes.dtype)
+
+
+def checked_layer(
+    what: str,
+    attention: Attention,
+    given: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    largest: Sequence[float],
+    dtype: torch.dtype,
+) -> Layer:
+    """Return a layer after a check of its output and gradients. ``given``: a rank's rows of
+    queries, keys, values and the output's gradient."""
+    *inputs, grad = (x.clone() for x in given)
+    layer = Layer(attention, [x.requires_grad_() for x in inputs], grad)
     names = ("output", "queries' gradient", "keys' gradient", "values' gradient")
-    found, wanted = layer.both(), local(whole.wanted)
-    check(what, names, found, wanted, whole.largest, whole.sizes.dtype)
+    check(what, names, layer.both(), wanted, largest, dtype)
     return layer
 
 

@@ -91,6 +91,7 @@ RUNS = {
     ),
     "bench_masks": (1, "--ranks 2 --tokens 512 --chunk 128 --packs 1"),
     "bench_masks --plans": (1, "--plans --ranks 4 --packs 1"),
+    "bench_masks --time": (2, "--time --tokens 96 --packs 2 --rounds 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
     "bench_states": (
@@ -354,6 +355,82 @@ def run_beside_engine(rank: int, size: int, name: str, arguments: list[str]) -> 
         mock.patch.dict(os.environ),
     ):
         return run_benchmark(rank, size, name, arguments)
+
+
+def test_magi_attention_stands_beside_hcp_under_masks() -> None:
+    """A module of its arguments takes its place. One that refuses, or is wrong, is left out."""
+    arguments = "--time --tokens 96 --packs 1 --rounds 1 --masks prefix sparse full causal"
+    printed, _ = run_ranks(2, run_beside_magi, shlex.split(arguments))
+    rows = [line.split(" | ")[:2] for line in printed.splitlines() if line.startswith("| ")]
+    wanted = [["| prefix", "hcp"], ["| prefix", "magi"], ["| sparse", "hcp"], ["| sparse", "magi"]]
+    assert rows[1:] == [*wanted, ["| full", "hcp"], ["| causal", "hcp"]], printed
+    assert "full: without magi, ValueError: full refused" in printed
+    assert "causal: without magi, SystemExit: rank 0: magi: the output is off by 1 of" in printed
+
+
+def run_beside_magi(rank: int, size: int, arguments: list[str]) -> str:
+    """With contiguous rows of each rank, and keys that every rank gathers."""
+    kinds = {"inv_causal": "inverse_causal", "bi_causal": "both"}
+
+    def key_of(**given: Any) -> SimpleNamespace:
+        names = given["attn_mask_type"]
+        if names == ["full"]:
+            raise ValueError("full refused")
+        ranges = zip(given["q_ranges"], given["k_ranges"], names, strict=True)
+        parts = [(tuple(q), tuple(k), kinds.get(kind, kind)) for q, k, kind in ranges]
+        mask = hcp.Mask(given["total_seqlen_q"], parts)
+        assert dist.get_world_size(given["cp_group_or_mesh"]) == size
+        assert given["dist_attn_config"]["dispatch_config"]["chunk_size"] == 2048
+        rows = torch.arange(mask.length).chunk(size)[rank]
+        gain = 2 if names == ["causal"] else 1
+        return SimpleNamespace(pad_size=0, mask=mask, rows=rows, gain=gain)
+
+    def calc_attn(query: Tensor, key: Tensor, value: Tensor, of: Any) -> tuple[Tensor, None]:
+        own = torch.stack([key, value], 1).repeat_interleave(2, 2)
+        key, value = torch.cat(core_attention.gathered(own, dist.group.WORLD)).unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+        unseen = ~of.mask.dense()[of.rows]
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value) * of.gain, None
+
+    module = ModuleType("magi_attention.api")
+    vars(module).update(
+        AttnRanges=SimpleNamespace(from_ranges=list),
+        AttnOverlapMode=SimpleNamespace(STATIC="static"),
+        magi_attn_flex_key=key_of,
+        get_position_ids=lambda key: key.rows,
+        calc_attn=calc_attn,
+    )
+    for name in ("OverlapConfig", "UniformOverlapAlg", "DispatchConfig", "DistAttnConfig"):
+        setattr(module, name, dict)
+    module.MinHeapDispatchAlg = object  # type: ignore[attr-defined]
+    sys.path.insert(0, str(BENCHMARKS))
+    from peers import magi
+
+    sys.path.remove(str(BENCHMARKS))
+    with (
+        mock.patch.dict(sys.modules, {"magi_attention": ModuleType("magi_attention")}),
+        mock.patch.dict(sys.modules, {module.__name__: module}),
+        mock.patch.object(magi, "obstacle", return_value=None),
+        mock.patch.dict(os.environ),
+    ):
+        return run_benchmark(rank, size, "bench_masks", arguments)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_mask_falls_apart_where_nobody_sees_over() -> None:
+    from common.masked import seen_by, sequences_of
+
+    mask = hcp.Mask.documents([hcp.Mask.prefix_lm(5, 2), 4, hcp.Mask.full(3), 1])
+    parts = sequences_of(mask)
+    assert [part.length for part in parts] == [5, 4, 3, 1]
+    assert torch.equal(torch.block_diag(*(part.dense() for part in parts)).bool(), mask.dense())
+    tree = hcp.Mask.shared_prefix(4, [3, 2])
+    assert [part.length for part in sequences_of(tree)] == [9]
+    for one in (mask, tree, hcp.Mask.window(9, 3, 2)):
+        assert torch.equal(seen_by(one, 2, 7, torch.device("cpu")), one.dense()[2:7])
+    with pytest.raises(ValueError, match="tokens in no slice"):
+        sequences_of(hcp.Mask(4, [((0, 2), (0, 2)), ((3, 4), (3, 4))]))
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.0, ""), (1.1, "off the formula by 0.1")])
