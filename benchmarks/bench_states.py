@@ -32,7 +32,9 @@ where that is less), and in the backward the gradients of as many as others took
 (d - 1) / d^2 of the rows, there and back, in each pass.
 
 Before anything is timed, outputs and gradients are compared with those of `whole`. A contestant of
-others that refuses or is wrong is named, with the error, and left out.
+others that refuses or is wrong is named, with the error, and left out. In these first calls fla has
+Triton tune its kernels, for each size of heads and values: see peers/tuning.py. --contestants
+leaves some out, and so what is tuned for them alone.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import argparse
 import importlib
 import itertools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -52,6 +55,7 @@ from common.flags import add_sizes, filled, parser_of
 from common.layers import check
 from common.machine import hardware, package_version
 from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
+from peers.tuning import compile_in_threads
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -100,6 +104,13 @@ def arguments() -> argparse.Namespace:
     add_sizes(parser, whats, DEFAULTS)
     parser.add_argument("--layer", choices=LAYERS, default="mamba")
     parser.add_argument("--passes", choices=("both", "forward"), default="both")
+    parser.add_argument(
+        "--contestants",
+        nargs="*",
+        choices=(*WAYS, FLA),
+        default=(*WAYS, FLA),
+        help="beside whole (all)",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of each sequence")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"))
     parser.add_argument("--transport", help="(CPU: torch, CUDA: auto)")
@@ -111,8 +122,10 @@ def main() -> int:
     device = start_ranks(args.device, args.deadline, TIMEOUT)
     groups = hcp.build_process_groups(transport=args.transport, timeout=TIMEOUT)
     layer = LAYERS[args.layer](args, groups, device)
+    begun = time.perf_counter()
     passes = layer.passes(args.passes)
     names = layer.checked(passes)
+    layer.tell(f"the first calls took {slowest(time.perf_counter() - begun, device):.0f} s")
     times = {}
     for both in passes:
         steps = {name: partial(layer.results, name, both) for name in names}
@@ -187,6 +200,8 @@ class Layer:
         if args.heads >= self.ranks:
             self.functions[HEADS] = self.by_heads
         self.inputs = self.drawn(torch.Generator(device).manual_seed(1))
+        for name in {*self.functions} - {WHOLE, *args.contestants}:
+            del self.functions[name]
         """The last one is the gradient of the output."""
         layout = self.cp.layout
         starts = torch.tensor([0, *args.lengths]).cumsum(0)[list(layout.sequences)]
@@ -398,6 +413,7 @@ class Delta(Layer):
             found = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
             rule: Callable[..., tuple[Tensor, Any]] = found.torch_chunk_gated_delta_rule
             return rule
+        self.tell(compile_in_threads(self.ranks))
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         if self.rows % self.ranks:
             self.tell(f"without {FLA}: {self.rows} tokens, expected a multiple of {self.ranks}")

@@ -8,8 +8,8 @@ set -uo pipefail
 folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1500}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-wanted=" ${*:-gate exchange cut million states delta long trainers rollouts experts latent one kernels \
-  attention transformer_engine ladder} "
+wanted=" ${*:-gate exchange cut million states delta masks long trainers rollouts experts latent one \
+  kernels attention transformer_engine ladder} "
 gpus=$(nvidia-smi -L | wc -l)
 . tests/cuda/parts.sh
 
@@ -34,7 +34,9 @@ ranks exchange 45 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
 ranks million 330 benchmarks/bench_million.py
 ranks states 120 benchmarks/bench_states.py
-ranks delta 300 benchmarks/bench_states.py --layer delta # fla tunes its kernels first
+# fla tunes its kernels first, and refuses the backward on Hopper with Triton 3.6.
+ranks delta 200 benchmarks/bench_states.py --layer delta --passes forward
+ranks masks 200 benchmarks/bench_masks.py --time --device cuda
 run long 400 python3 benchmarks/bench_long.py --ranks "$gpus" --layers 4 \
   --tokens $((131072 * gpus)) --steps 4 --warm 1
 run trainers 900 python3 benchmarks/bench_trainers.py --ranks 1 "$gpus" --families github \

@@ -34,7 +34,7 @@ DEFAULTS = {
 CALLS = 4
 SCORES = 2**27
 """How many the formula holds at once."""
-DEADLINE, TIMEOUT = 590.0, timedelta(seconds=60)
+DEADLINE, TIMEOUT = 590.0, timedelta(seconds=300)
 BACKWARD = 2.5
 """Its operations over the forward's."""
 COLUMNS = (
@@ -60,8 +60,8 @@ def sequences_of(mask: Mask) -> list[Mask]:
         raise ValueError(f"{mask} has tokens in no slice, expected each in one")
 
     def moved(i: int, start: int) -> Slice:
-        queries, keys, kind = mask.slices[i]
-        return Slice(*((a - start, b - start) for a, b in (queries, keys)), kind)
+        (a, b), (c, d), kind = mask.slices[i]
+        return Slice((a - start, b - start), (c - start, d - start), kind)
 
     return [
         Mask(end - start, [moved(i, start) for i in sorted(members)])

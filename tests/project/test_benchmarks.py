@@ -98,6 +98,11 @@ RUNS = {
         2,
         "--device cpu --lengths 40 3 --heads 2 --head-dim 4 --state-dim 4 --chunk 8 --rounds 1",
     ),
+    "bench_states --layer": (
+        2,
+        "--device cpu --layer delta --passes forward --contestants pass_states --lengths 40 3"
+        " --heads 2 --head-dim 4 --state-dim 4 --rounds 1",
+    ),
     "bench_tree": (
         2,
         "--device cpu --prompt 40 --answers 3 --answer 9 --heads 4 2 --head-dim 8 --rounds 1"
@@ -415,6 +420,54 @@ def run_beside_magi(rank: int, size: int, arguments: list[str]) -> str:
         mock.patch.dict(os.environ),
     ):
         return run_benchmark(rank, size, "bench_masks", arguments)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_what_triton_tunes_is_compiled_at_once_before_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins take the places of Triton's autotuner and of its mode of compiling in threads."""
+    from peers.tuning import compile_in_threads
+
+    done: list[object] = []
+
+    configs = [SimpleNamespace(all_kwargs=lambda warps=warps: {"w": warps}) for warps in (1, 2)]
+
+    class Autotuner:
+        def __init__(self) -> None:
+            self.nargs = {"x": 7}
+            self.fn = SimpleNamespace(warmup=lambda *given, **named: done.append((given, named)))
+
+        def prune_configs(self, named: dict[str, object]) -> list[Any]:
+            return configs[: 1 if "few" in named else 2]
+
+    class AsyncCompileMode:
+        def __init__(self, pool: Any, ignore_errors: bool) -> None:
+            assert ignore_errors
+
+        def __enter__(self) -> None:
+            done.append("in")
+
+        def __exit__(self, *error: object) -> None:
+            done.append("out")
+
+    tuner, mode = (
+        ModuleType("triton.runtime.autotuner"),
+        ModuleType("triton.runtime._async_compile"),
+    )
+    tuner.Autotuner, mode.AsyncCompileMode = Autotuner, AsyncCompileMode  # type: ignore[attr-defined]
+    for each in (tuner, mode):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for _ in range(2):  # twice is as once
+        assert compile_in_threads(2) == "Triton compiles what it tunes in 4 threads a rank"
+    assert Autotuner().prune_configs({"few": 1}) == configs[:1]
+    assert done == []
+    assert Autotuner().prune_configs({"grid": 3, "warmup": False}) == configs
+    first, second = (((7,), {"grid": 3, "w": warps}) for warps in (1, 2))
+    assert done == ["in", first, second, "out"]
+    monkeypatch.setitem(sys.modules, mode.__name__, None)
+    assert compile_in_threads(2).startswith("Triton compiles what it tunes one after the other: ")
 
 
 @pytest.mark.usefixtures("benchmarks")
