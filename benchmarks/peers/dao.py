@@ -15,9 +15,8 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -164,5 +163,19 @@ def as_flash_attn(calls: Calls) -> Iterator[None]:
     except ImportError:
         put["flash_attn"] = types.ModuleType("flash_attn")
         put["flash_attn"].__path__ = []
-    with mock.patch.dict(sys.modules, put):
+    with standing_in(put):
         yield
+
+
+@contextlib.contextmanager
+def standing_in(modules: Mapping[str, types.ModuleType]) -> Iterator[None]:
+    """Return a context in which these modules are imported by these names. What others import in it
+    stays."""
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update(before)

@@ -19,7 +19,6 @@ exchanged for heads.
 from __future__ import annotations
 
 import importlib
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peers import shipped
-from peers.dao import Calls, as_flash_attn
+from peers.dao import Calls, as_flash_attn, standing_in
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,8 +87,7 @@ def _as_imported(name: str, calls: Calls) -> Iterator[None]:
         return
     adapters = types.ModuleType("ring_flash_attn.adapters")
     vars(adapters).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
-    with as_flash_attn(calls):
-        sys.modules.setdefault(adapters.__name__, adapters)
+    with as_flash_attn(calls), standing_in({adapters.__name__: adapters}):
         yield
 
 

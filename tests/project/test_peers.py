@@ -98,6 +98,36 @@ def test_ring_flash_attn_finds_the_calls_where_it_imports_them_from(
         module._flash_attn_varlen_forward()
 
 
+def test_ring_flash_attn_is_called_after_its_stand_ins_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package takes its place that imports what it does."""
+    from peers import one_sequence
+    from peers.dao import INTERFACE
+
+    adapters = "ring_flash_attn.adapters"
+    for name in ("ring_flash_attn", adapters, "flash_attn", INTERFACE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    package = tmp_path / "ring_flash_attn"
+    package.mkdir()
+    (package / "adapters.py").write_text("raise ImportError('of Transformers 5')\n")
+    (package / "__init__.py").write_text(
+        f"from {INTERFACE} import _flash_attn_forward as forward\n"
+        "from .adapters import substitute_hf_flash_attn\n"
+        "def zigzag_ring_flash_attn_func(q, k, v, causal, group):\n"
+        "    return forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal)[0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    over = calls()
+    assert one_sequence.obstacle("ring_flash_attn", CPU, (HEADS, GROUPS), 2, over) is None
+    assert INTERFACE not in sys.modules
+    assert adapters not in sys.modules
+    *rows, _ = drawn()
+    found = one_sequence.attention_of("ring_flash_attn", over, "torch")(*(x[0] for x in rows))
+    torch.testing.assert_close(found, expected(*drawn())[0][0], rtol=0, atol=1e-10)
+    monkeypatch.delitem(sys.modules, "ring_flash_attn")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "said"),
     [
