@@ -20,6 +20,7 @@ seconds. All about CP is `cp=`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -56,6 +57,9 @@ def config_of(args: argparse.Namespace) -> Any:
         text.num_hidden_layers = args.layers
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = kinds[: args.layers]
+    if args.rope_parameters:
+        text = config.get_text_config()
+        text.rope_parameters = text.rope_parameters | args.rope_parameters
     config.use_cache = False
     return config
 
@@ -238,6 +242,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", required=True, help="text file, folder, .jsonl, .parquet, or name on the hub")
     add("--max-length", type=int, default=1_048_576, help="tokens of a sequence; the rest is cut")
     add("--layers", type=int, default=0, help="so many layers with random weights (all, trained)")
+    add(
+        "--rope-parameters",
+        type=json.loads,
+        help="JSON in addition to those of the model's config.json, for lengths that it was not "
+        'trained for, such as \'{"rope_type": "yarn", "factor": 32.0, '
+        '"original_max_position_embeddings": 32768}\'',
+    )
     add("--join", action="store_true", help="join texts to rows of --max-length tokens")
     add("--steps", type=int, default=20)
     add("--sequences", type=int, default=1, help="of a step, on all ranks together")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import re
 import shutil
@@ -172,6 +173,16 @@ def test_fsdp2_wraps_each_layer_and_offloads_what_is_asked_for(folder, tmp_path,
     assert given["fsdp_version"] == 2
     assert given["transformer_cls_names_to_wrap"] == "Qwen3DecoderLayer"
     assert given.get("cpu_offload", False) is offload
+
+
+def test_rotary_embedding_is_scaled_as_is_asked_for(folder, tmp_path):
+    module = example("long_sft")
+    given = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}'
+    args = module.parse_args(options(folder, tmp_path, "--rope-parameters", given))
+    config = module.config_of(args)
+    assert config.rope_parameters["rope_theta"] == 10_000.0
+    rotary = module.model_of(args, config).model.rotary_emb
+    assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_a_length_that_cannot_fit_is_refused_before_training(folder, tmp_path):

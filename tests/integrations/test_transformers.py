@@ -159,6 +159,77 @@ def test_logits_and_gradients_are_those_of_whole_sequences(kind):
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
+TRAINED = 8  # positions, fewer than documents have
+SCALED = {
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": TRAINED},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+    "linear": {"factor": 8.0},
+}
+
+
+def scaled(kind, rope_type, trained=TRAINED):
+    parameters = {"rope_type": rope_type, "rope_theta": 1e4, **SCALED[rope_type]}
+    return build(kind, rope_parameters=parameters, max_position_embeddings=trained)
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_scaled_rotary_embedding_is_that_of_whole_sequences(kind, rope_type):
+    """Also of positions that the model was not trained for."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    assert max(LENGTHS) > TRAINED
+    dataset, plain = documents(LENGTHS), build(kind)
+    unscaled, _ = whole(plain, dataset)
+    model = scaled(kind, rope_type)
+    logits, expected = whole(model, dataset)
+    assert not torch.allclose(logits[1], unscaled[1], atol=1e-3)
+    model.zero_grad()
+    register_hcp_attention(model)
+    difference, found = spread(model, dataset, logits, chosen_plan())
+    assert difference < 2e-5 * max(x.abs().max() for x in logits)
+    scale = max(grad.abs().max() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() < 1e-4 * scale, name
+
+
+def warnings_of_positions(model, caplog, monkeypatch):
+    from hcp.integrations.transformers import register_hcp_attention, trained_positions
+    from hcp.integrations.transformers.model import causal_lm_outputs
+
+    monkeypatch.setattr(trained_positions, "_told", set())
+    register_hcp_attention(model)
+    plan = hcp.plan([40, 3], ranks=2, max_tokens_per_rank=24)
+
+    def work(groups):
+        own = documents([40, 3]) if groups.transport.rank == 0 else []
+        for cp, local in hcp.dispatch(plan, own, [0, 0], groups):
+            for _ in range(2):
+                causal_lm_outputs(model, cp, local)
+
+    hcp.loopback(2, work)
+    return [record.getMessage() for record in caplog.records if "positions" in record.getMessage()]
+
+
+def test_positions_beyond_the_trained_ones_are_warned_of_once(caplog, monkeypatch):
+    model = build("llama", max_position_embeddings=16)
+    (told,) = warnings_of_positions(model, caplog, monkeypatch)
+    assert "a sequence has 40 tokens, and LlamaConfig names 16 positions" in told
+    assert "{'rope_type': 'yarn', 'factor': 3, 'original_max_position_embeddings': 16}" in told
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
+def test_positions_that_rotary_embedding_is_scaled_to_are_not_warned_of(
+    rope_type, caplog, monkeypatch
+):
+    assert not warnings_of_positions(scaled("llama", rope_type), caplog, monkeypatch)
+
+
 needs_recurrent_layers = pytest.mark.skipif(
     OLDER,
     reason="older recurrent layers mix the documents of a pack: the probe refuses them",

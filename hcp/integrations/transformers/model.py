@@ -18,6 +18,7 @@ from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses
 from hcp.integrations.transformers.image_samples import OF_AXES, has_axes
 from hcp.integrations.transformers.loss_function import LossFunction, check_whole_logits
 from hcp.integrations.transformers.routers import record_routers, router_aux_loss
+from hcp.integrations.transformers.trained_positions import warn_of_positions
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import check_grad_reduce
@@ -53,7 +54,9 @@ def causal_lm_outputs(
     `model_inputs`."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
-    if AXES in local and not has_axes(_unwrapped(model)):
+    if AXES not in local:
+        warn_of_positions(_unwrapped(model).config, cp)
+    elif not has_axes(_unwrapped(model)):
         raise ValueError(
             f"the samples have {AXES!r}, positions of three axes, expected a model of one of "
             f"{sorted(OF_AXES)}: give {type(model).__name__} the position_ids that count tokens"
