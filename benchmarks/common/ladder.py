@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.timing import slowest
+from common.torchrun import started
 
 FULL = "out of memory at"
 NOT_TRIED = "not tried at"
@@ -102,8 +103,8 @@ def climb_all(args: argparse.Namespace, names: Sequence[str]) -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
-            command = [*launcher(ranks), "--climb", name, "--deadline", str(share)]
-            status, printed, errors = started([*command, "--json", str(file)], Path(folder))
+            climbs = ["--climb", name, "--deadline", str(share), "--json", str(file)]
+            status, printed, errors = told(ranks, [*this_program(), *climbs], Path(folder))
             rows = json.loads(file.read_text())["rows"] if file.exists() else []
         for row in rows:
             args.json.add(row)
@@ -112,30 +113,26 @@ def climb_all(args: argparse.Namespace, names: Sequence[str]) -> None:
     print("\n" + "\n".join(ends))
 
 
-def started(command: Sequence[str], folder: Path) -> tuple[int, str, str]:
-    """Run a command, and print the rows of a table in what it prints at once. Return its exit
+def told(ranks: int, program: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a program, and print the rows of a table in what it prints at once. Return its exit
     status, what it printed, and its errors."""
     printed = []
     with (folder / "errors").open("w+") as errors:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
+        with started(
+            ranks, *program, stdout=subprocess.PIPE, stderr=errors, env=environment
+        ) as torchrun:
+            assert torchrun.stdout is not None
+            for line in torchrun.stdout:
                 printed.append(line)
                 if line.startswith("|"):
                     print(line, end="", flush=True)
         errors.seek(0)
-        return process.returncode, "".join(printed), errors.read()
+        return torchrun.returncode, "".join(printed), errors.read()
 
 
-def launcher(ranks: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), str(Path(sys.argv[0]).resolve())),
-        *(flag for flag in sys.argv[1:] if flag != "--ladder"),
-    ]
+def this_program() -> list[str]:
+    return [str(Path(sys.argv[0]).resolve()), *(x for x in sys.argv[1:] if x != "--ladder")]
 
 
 def end_of(name: str, status: int, printed: str, errors: str, reached: Sequence[int]) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from common.torchrun import started
+
 MARK = "MEASURED "
 GIB = 2**30
 MODELS: Mapping[str, Mapping[str, int]] = {
@@ -167,15 +169,13 @@ def report(measured: Measured, device: str) -> None:
 def run(contestant: str, ranks: int, deadline: float) -> Measured | str:
     """Start this benchmark under torchrun for a contestant. Return what it measured, or why it did
     not."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    program = str(Path(sys.argv[0]).resolve())
-    asked = [*command, str(ranks), program, *sys.argv[1:], "--contestant", contestant]
+    program = (str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--contestant", contestant)
     pipe = subprocess.PIPE
-    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True) as torchrun:
-        said = said_by(torchrun, deadline)
-    if said is None:
+    try:
+        with started(ranks, *program, stdout=pipe, stderr=pipe) as torchrun:
+            output, errors = torchrun.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
         return f"not done after {deadline:g} s"
-    output, errors = said
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     if torchrun.returncode or not lines:
         return _reason(errors)
@@ -183,18 +183,6 @@ def run(contestant: str, ranks: int, deadline: float) -> Measured | str:
     steps = " ".join(f"{seconds:.3g}" for seconds in measured.seconds)
     print(f"{contestant} on {ranks} ranks: steps of {steps} s", flush=True)
     return measured
-
-
-def said_by(torchrun: subprocess.Popen[str], deadline: float) -> tuple[str, str] | None:
-    """Return the output and the errors of torchrun, which is over then; None if it took longer, and
-    was ended. It ends its ranks if it is asked to: each has a session of its own, which outlives a
-    torchrun that is killed."""
-    try:
-        return torchrun.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        torchrun.terminate()
-        torchrun.communicate()
-        return None
 
 
 def _reason(errors: str) -> str:

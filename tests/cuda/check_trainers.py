@@ -45,6 +45,10 @@ from trainers_work import WORK, Timed, documents
 
 import hcp
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from common.torchrun import started  # noqa: E402
+
 PACKAGES = {
     "transformers": ("transformers", "accelerate"),
     "accelerate": ("accelerate", "transformers"),
@@ -62,8 +66,6 @@ RUNS: dict[str, Any] = {
     "own CP": None,
 }
 """Runs of a trainer, and hcp's scheduler in them."""
-ROOT = Path(__file__).parents[2]
-
 
 # ---- one run, as a rank --------------------------------------------------------------------------
 
@@ -108,12 +110,9 @@ def compare(trainer: str, ranks: int, device: str, limit_s: float, folder: Path)
     found: dict[str, Any] = {}
     for name in runs_of(trainer, ranks, device):
         file = folder / f"{trainer}-{name.replace(' ', '-')}.json"
-        command = [
-            *started(1 if name in ("alone", "one rank") else ranks, device),
-            *(__file__, "--device", device),
-            *("--as-rank", trainer, name, str(file)),
-        ]
-        code = ended(command, file.with_suffix(".log"), limit_s)
+        program = [__file__, "--device", device, "--as-rank", trainer, name, str(file)]
+        own = 1 if name in ("alone", "one rank") else ranks
+        code = ended(own, device, program, file.with_suffix(".log"), limit_s)
         if code == 0 and file.exists():
             found[name] = json.loads(file.read_text())
             continue
@@ -166,33 +165,27 @@ def megatron(ranks: int, device: str, limit_s: float, folder: Path) -> bool:
     else:
         given = []
     bench = str(ROOT / "benchmarks" / "bench_megatron.py")
-    command = [*started(ranks, device), bench, "--device", device, "--families", "P2", *given]
-    code = ended(command, log, limit_s)
+    program = [bench, "--device", device, "--families", "P2", *given]
+    code = ended(ranks, device, program, log, limit_s)
     lines = log.read_text().splitlines()
     print(*lines[-16:] if code == 0 else lines[-40:], sep="\n")
     print(f"{'BAD' if code else 'ok '} megatron       bench_megatron.py: exit code {code}")
     return code == 0
 
 
-def started(ranks: int, device: str) -> list[str]:
-    """How a program of several ranks is started. If they are more than the GPUs, they share these,
-    each as a host of its own to NCCL."""
+def ended(ranks: int, device: str, program: Sequence[str], log: Path, limit_s: float) -> int | None:
+    """Run a program of several ranks, its output in the file. Return its exit code, None if it took
+    too long. Ranks that are more than the GPUs share these, each as a host of its own to NCCL."""
     shared = device == "cuda" and ranks > torch.cuda.device_count()
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks)),
-        *([str(Path(__file__).with_name("as_nodes.py")), str(ranks)] if shared else ()),
-    ]
-
-
-def ended(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Run a command, its output in the file. Return its exit code, None if it took too long."""
-    with log.open("w") as to, subprocess.Popen(command, stdout=to, stderr=to) as torchrun:
-        try:
+    nodes = [str(Path(__file__).with_name("as_nodes.py")), str(ranks)] if shared else []
+    try:
+        with (
+            log.open("w") as to,
+            started(ranks, *nodes, *program, stdout=to, stderr=to) as torchrun,
+        ):
             return torchrun.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            torchrun.terminate()  # which ends its ranks; they would outlive one that is killed
-            return None
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def missing(package: str) -> bool:

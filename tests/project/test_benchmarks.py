@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import itertools
@@ -235,7 +236,7 @@ def test_one_sentence_says_how_fast_hcp_is_over_what_people_run() -> None:
 
 @pytest.mark.usefixtures("benchmarks")
 def test_a_contestant_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path) -> None:
-    from common.trainer_runs import said_by
+    from common.torchrun import started
 
     program = tmp_path / "hangs.py"
     program.write_text(
@@ -245,16 +246,17 @@ def test_a_contestant_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path) 
         "made.rename(made.with_name('rank' + os.environ['RANK']))\n"
         "time.sleep(300)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "2", str(program)], stdout=pipe, stderr=pipe, text=True
-    ) as torchrun:
-        files = [tmp_path / f"rank{rank}" for rank in range(2)]
-        while not all(file.exists() for file in files):
-            assert torchrun.poll() is None
-            time.sleep(0.05)
-        assert said_by(torchrun, 0.1) is None
+    pipe, files = subprocess.PIPE, [tmp_path / f"rank{rank}" for rank in range(2)]
+
+    def run() -> None:
+        with started(2, str(program), stdout=pipe, stderr=pipe) as torchrun:
+            while not all(file.exists() for file in files):
+                assert torchrun.poll() is None
+                time.sleep(0.05)
+            torchrun.communicate(timeout=0.1)
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        run()
     for file in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
@@ -664,9 +666,9 @@ def test_the_ladder_prints_rows_before_a_contestant_ends(tmp_path: Path) -> None
     )
     parent = tmp_path / "parent.py"
     parent.write_text(
-        "import pathlib, sys\n"
-        "from common.ladder import started\n"
-        f"print(started([sys.executable, {str(contestant)!r}], pathlib.Path({str(tmp_path)!r})))\n"
+        "import pathlib\n"
+        "from common.ladder import told\n"
+        f"print(told(1, [{str(contestant)!r}], pathlib.Path({str(tmp_path)!r})))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
     with subprocess.Popen(
@@ -676,7 +678,10 @@ def test_the_ladder_prints_rows_before_a_contestant_ends(tmp_path: Path) -> None
         assert process.stdout.readline() == "| 512 | p2p |\n"
         (tmp_path / "printed").touch()
         rest = process.stdout.read()
-    assert rest == "(3, '| 512 | p2p |\\nnot a row\\n', 'it broke\\n')\n"
+    status, printed, errors = ast.literal_eval(rest)
+    assert (status, printed) == (1, "| 512 | p2p |\nnot a row\n")  # torchrun's, of a rank's 3
+    assert errors.startswith("it broke\n")
+    assert "exitcode  : 3" in errors
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
