@@ -2023,9 +2023,10 @@ def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
         assert warning.startswith("hcp: the plan lets ranks wait at the end of a step only")
 
 
-def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16):
-    """Of one micro-batch, by a head that computes losses. Sharded: as Accelerate does from 1.15 on,
-    with a unit for the head, whose output is rounded to bfloat16, and the model's to `returned`."""
+def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16, hooked=None):
+    """Of one micro-batch, by a head that computes losses. Sharded: as Accelerate does from 1.14 on,
+    with a unit for the head, whose output is rounded to bfloat16, and the model's to `returned`.
+    Hooked: with a forward hook on the head, "before" it is sharded or "after"."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from hcp.integrations.transformers import (
@@ -2036,10 +2037,19 @@ def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16):
 
     model = build("llama").train()
     register_hcp_attention(model)
+    head = model.lm_head
+    if hooked == "before":
+        head.register_forward_hook(doubled)
     if sharded:
         policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
-        fully_shard(model.lm_head, mp_policy=policy)
+        fully_shard(head, mp_policy=policy)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=returned))
+    if hooked == "after":
+        head.register_forward_hook(doubled)
+    if hooked == "in place":
+        head.register_forward_hook(lambda head, given, out: out.mul_(2))
+    if hooked == "unchanged":
+        head.register_forward_hook(lambda head, given, out: out)
     plan = hcp.plan([21], ranks=size, max_tokens_per_rank=24 // size, sync="micro_batch")
     samples = [causal_lm_sample(sample) for sample in documents([21])] if rank == 0 else []
     ((cp, local),) = hcp.dispatch(plan, samples, [0], hcp.build_process_groups())
@@ -2047,6 +2057,29 @@ def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16):
     cp.loss(losses, local.loss_mask, grad_reduce="mean").backward()
     grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
     return cp.combine(losses.detach()), grads
+
+
+def doubled(head, given, out):
+    return 2 * out
+
+
+def refused_by_its_hook(rank, size, hooked, message):
+    with pytest.raises(ValueError, match=message):
+        losses_and_gradients(rank, size, True, hooked=hooked)
+
+
+@pytest.mark.parametrize("hooked", ["before", "after", "in place"])
+@needs_linear_cross_entropy
+def test_a_hook_that_changes_what_a_sharded_head_returns_is_refused(hooked):
+    name = r"<lambda>" if hooked == "in place" else "doubled"
+    run_ranks(2, refused_by_its_hook, hooked, rf"changes what its head .*{name}\), exp")
+
+
+@needs_linear_cross_entropy
+def test_a_hook_that_changes_nothing_may_look_at_what_a_sharded_head_returns():
+    losses, _ = run_ranks(2, losses_and_gradients, True)[0]
+    found, _ = run_ranks(2, losses_and_gradients, True, torch.bfloat16, "unchanged")[0]
+    assert torch.equal(found, losses)
 
 
 @pytest.mark.parametrize("returned", [torch.bfloat16, torch.float32])

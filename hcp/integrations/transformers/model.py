@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -172,20 +172,55 @@ def _losses_for_logits(model: nn.Module, labels: Tensor, summed: bool) -> Iterat
         same = returned and output.logits is returned[0]
         rounded = same and returned[0].dtype != made[0].dtype
         if not same or not (rounded or returned[0] is made[0]):
-            raise ValueError(
-                f"{type(model).__name__} changes what its head returns, such as by a scale or a "
-                "cap of logits, or by a hook, expected a model that does not: "
-                "linear_cross_entropy=False"
-            )
+            raise _changes(model)
 
     hooks = head.register_forward_hook(keep), model.register_forward_hook(check, prepend=True)
     head.forward = forward  # type: ignore[assignment, method-assign]
     try:
-        yield made
+        with _refusing_other_outputs(head, model):
+            yield made
     finally:
         del head.forward
         for hook in hooks:
             hook.remove()
+
+
+def _changes(model: nn.Module, hook: str = "") -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} changes what its head returns, such as by a scale or a cap of "
+        f"logits, or by a hook{hook}, expected a model that does not: linear_cross_entropy=False"
+    )
+
+
+@contextlib.contextmanager
+def _refusing_other_outputs(head: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Inside this context, a forward hook that changes what the head returns is refused. Those of
+    FSDP2 may round it, so that another tensor does not show a change."""
+    hooks = head._forward_hooks
+    before = dict(hooks)
+    for number, hook in before.items():
+        if not getattr(hook, "__module__", "").startswith("torch.distributed."):
+            hooks[number] = _Watched(hook, model)
+    try:
+        yield
+    finally:
+        for number in before.keys() & hooks.keys():
+            hooks[number] = before[number]
+
+
+class _Watched:
+    """A forward hook, in whose place it is called."""
+
+    def __init__(self, hook: Callable[..., Any], model: nn.Module) -> None:
+        self.hook, self.model = hook, model
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        output: Tensor = given[-1]
+        version = output._version
+        result = self.hook(module, *given)
+        if (result is not None and result is not output) or output._version != version:
+            raise _changes(self.model, f" ({getattr(self.hook, '__qualname__', self.hook)})")
+        return result
 
 
 def causal_lm_loss(
