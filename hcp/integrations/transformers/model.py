@@ -216,9 +216,11 @@ class _Watched:
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         output: Tensor = given[-1]
-        version = output._version
+        version = None if output.is_inference() else output._version
         result = self.hook(module, *given)
-        if (result is not None and result is not output) or output._version != version:
+        if (result is not None and result is not output) or (
+            version is not None and output._version != version
+        ):
             raise _changes(self.model, f" ({getattr(self.hook, '__qualname__', self.hook)})")
         return result
 
