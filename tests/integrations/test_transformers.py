@@ -2320,6 +2320,8 @@ def gathered_in_phases(rank, size, folder):
     with contextlib.ExitStack() as stack:
         prepare = partial(stack.enter_context, fsdp_on_cpus())
         options = SHARDED | {"eval_strategy": "no", "max_steps": 2, "limit": 52}
+        if versions.numbers(versions.installed("transformers")) < (5, 12):
+            options["fsdp"] = "full_shard auto_wrap"  # without it, the model is one group
         trainer = make_trainer(size, folder, prepare=prepare, **options)
 
         def gathered():
