@@ -40,6 +40,25 @@ static int64_t records_in(const Py_buffer *view, Py_ssize_t width) {
   return view->len / (width * (Py_ssize_t)sizeof(int64_t));
 }
 
+static PyObject *heads(PyObject *module, PyObject *args) {
+  PyObject *words, *flags;
+  Py_buffer view, computes;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTuple(args, "OO:heads", &words, &flags) ||
+      numbers_from(words, "words", 1, &view) < 0)
+    return NULL;
+  if (PyObject_GetBuffer(flags, &computes, PyBUF_SIMPLE) < 0) {
+    PyBuffer_Release(&view);
+    return NULL;
+  }
+  hcp_status status = hcp_heads_create(view.buf, records_in(&view, 1), computes.buf,
+                                       (int64_t)computes.len, &table, &err);
+  PyBuffer_Release(&computes);
+  PyBuffer_Release(&view);
+  return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
+}
+
 static PyObject *join_entries(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"entries", "packs", "query_runs", "key_runs", NULL};
   static const Py_ssize_t widths[3] = {6, 4, 4};
@@ -256,6 +275,9 @@ static PyMethodDef functions[] = {
      "The same of a schedule's words, with their header and sizes."},
     {"launches", (PyCFunction)(void (*)(void))launches, METH_VARARGS | METH_KEYWORDS,
      "A schedule's launches of a kernel, as words of a table."},
+    {"heads", heads, METH_VARARGS,
+     "The exchange of heads of a schedule among neighbours that read each other's memory, as words "
+     "of a table. computes: a byte for each of them, 0 where it computes no heads."},
     {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,
      "Entries of one stage as launches, and runs over them, as words of a table."},
     {NULL, NULL, 0, NULL}};

@@ -83,6 +83,8 @@ int hcp_py_add_table(PyObject *module) {
   static const int link_widths[] = {HCP_LINK_SECTIONS(WIDTH)};
   static const char *const launches_names[] = {HCP_LAUNCHES_SECTIONS(NAME)};
   static const int launches_widths[] = {HCP_LAUNCHES_SECTIONS(WIDTH)};
+  static const char *const heads_names[] = {HCP_HEADS_SECTIONS(NAME)};
+  static const int heads_widths[] = {HCP_HEADS_SECTIONS(WIDTH)};
   static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
   static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
 #define FIELD(name) #name,
@@ -126,7 +128,9 @@ int hcp_py_add_table(PyObject *module) {
     return -1;
   if (hcp_py_add_owned(
           module, "LAUNCHES_SECTIONS",
-          sections_tuple(launches_names, launches_widths, HCP_LAUNCHES_SECTION_COUNT)) < 0)
+          sections_tuple(launches_names, launches_widths, HCP_LAUNCHES_SECTION_COUNT)) < 0 ||
+      hcp_py_add_owned(module, "HEADS_SECTIONS",
+                       sections_tuple(heads_names, heads_widths, HCP_HEADS_SECTION_COUNT)) < 0)
     return -1;
   if (hcp_py_add_names(module, "SCHEDULE_HEADER", header_names, HCP_SCHEDULE_HEADER_WORDS) < 0)
     return -1;

@@ -13,17 +13,18 @@ heads, G key-value heads, h of either on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.attention.head_reads import HeadReads
 from hcp.attention.head_shares import key_heads, split
 from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, copied, wide
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import HeadMoves, Move
-from hcp.exchange.transport import Transport
+from hcp.exchange.tables import Move, Schedule
+from hcp.exchange.transport import Transport, read_in_place, shares
 
 
 class HeadExchange:
@@ -32,8 +33,18 @@ class HeadExchange:
     A key-value head is on every rank whose query heads attend to it.
     """
 
-    def __init__(self, transport: Transport, moves: HeadMoves, queries: int, keys: int) -> None:
-        """``queries``, ``keys``: the numbers of all heads."""
+    def __init__(
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        queries: int,
+        keys: int,
+        exchanges: Iterator[int],
+    ) -> None:
+        """``queries``, ``keys``: the numbers of all heads. ``exchanges``: numbers of exchanges of
+        heads through shared memory, alike on all neighbours."""
+        moves = schedule.head_moves
+        assert moves is not None
         self._transport, self._moves = transport, moves
         neighbours = [move.peer for move in moves.receives]  # in order, this rank among them
         per_key = queries // max(1, keys)
@@ -47,6 +58,11 @@ class HeadExchange:
         self.query_count, self.key_count = _count(self.own), _count(own_keys)
         """The numbers of this rank's query heads and key-value heads."""
         self._key_of = [i // per_key - own_keys.start for i in range(self.own.start, self.own.stop)]
+        self._own_rows = torch.tensor([[0, schedule.rows]], device="cpu")
+        self._reads: HeadReads | None = None
+        if len(neighbours) > 1 and read_in_place(transport, neighbours):
+            assert shares(transport)
+            self._reads = HeadReads(transport, schedule, self._queries, exchanges)
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """A kernel that computes this rank's heads."""
@@ -58,8 +74,10 @@ class HeadExchange:
     def to_heads(
         self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], stamp: Stamp
     ) -> list[Tensor]:
-        """(T, H, ...) and (T, G, ...) to (S, h, ...), contiguous."""
+        """(T, H, ...) and (T, G, ...) to (S, h, ...), with the elements of a head side by side."""
         columns = [*by_query, *by_key]
+        if self._reads is not None:
+            return self._reads.to_heads(columns, self._heads_of(by_query, by_key), stamp)
         unit = _unit(columns)
         flat = [_elements(column.flatten(1), unit) for column in columns]
         counts = [self.query_count] * len(by_query) + [self.key_count] * len(by_key)
@@ -92,6 +110,9 @@ class HeadExchange:
         A key-value head of several ranks becomes their sum. ``key_count``: G.
         """
         columns = [*by_query, *by_key]
+        if self._reads is not None:
+            parts_of = self._reads.to_rows(columns, self._heads_of(by_query, by_key), stamp)
+            return self._put_together(parts_of, by_query, by_key, key_count)
         unit = _unit(columns)
         flat = [_dense(_elements(column.flatten(1), unit)) for column in columns]
         sent = ops.pack(flat, self._moves.scatter, self._moves.rows)
@@ -106,14 +127,31 @@ class HeadExchange:
         shares = self._shares(by_query, by_key, unit)
         # Of each tensor, the parts of all neighbours.
         found = list(zip(*self._blocks_back(sent, shares, stamp), strict=True))
+        return self._put_together(found, by_query, by_key, key_count)
+
+    def _put_together(
+        self,
+        found: Sequence[Sequence[Tensor]],
+        by_query: Sequence[Tensor],
+        by_key: Sequence[Tensor],
+        key_count: int,
+    ) -> list[Tensor]:
+        """Of each tensor, the parts (T, elements) of all neighbours as (T, heads, ...)."""
         heads, n = self._queries[-1].stop, len(by_query)
+        join = self._joined if self._even else self._sum_keys
         return [
-            _as_given(torch.cat(parts, 1), like, heads)
+            self._joined(parts, like, heads)
             for parts, like in zip(found[:n], by_query, strict=True)
-        ] + [
-            self._sum_keys(parts, like, key_count)
-            for parts, like in zip(found[n:], by_key, strict=True)
-        ]
+        ] + [join(parts, like, key_count) for parts, like in zip(found[n:], by_key, strict=True)]
+
+    def _joined(self, parts: Sequence[Tensor], like: Tensor, heads: int) -> Tensor:
+        return _as_given(ops.pack(parts, self._own_rows, parts[0].shape[0]), like, heads)
+
+    def _heads_of(
+        self, by_query: Sequence[Tensor], by_key: Sequence[Tensor]
+    ) -> list[Sequence[slice]]:
+        """The heads of each neighbour, of each tensor."""
+        return [self._queries] * len(by_query) + [self._keys] * len(by_key)
 
     def _shares(
         self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], unit: torch.dtype

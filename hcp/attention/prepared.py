@@ -66,6 +66,10 @@ class Prepared:
         """Numbers of its calls. A handler numbers the calls of all its schedules together."""
         self.exchanges = itertools.count()
         """Numbers of a group's exchanges through shared memory, alike on all its ranks."""
+        self._head_exchanges = itertools.count()
+        """Numbers of the neighbours' exchanges of heads through shared memory: those who compute no
+        heads make no others."""
+        self._heads: dict[tuple[int, int], HeadExchange] = {}
         self.layer_bytes = 0
         """Bytes that the forward of a layer receives: of the kind of calls with the most."""
         self._launches: dict[Kernel, Launches] = {}
@@ -84,6 +88,14 @@ class Prepared:
         if launches is None:
             launches = self._launches[kernel] = launches_of(self.schedule, kernel)
         return launches
+
+    def heads_of(self, transport: Transport, queries: int, keys: int) -> HeadExchange:
+        """The neighbours' exchange of so many heads."""
+        made = self._heads.get((queries, keys))
+        if made is None:
+            given = transport, self.schedule, queries, keys, self._head_exchanges
+            made = self._heads[queries, keys] = HeadExchange(*given)
+        return made
 
 
 _prepared: weakref.WeakValueDictionary[int, Prepared] = weakref.WeakValueDictionary()
@@ -146,8 +158,7 @@ def make_layer(call: LayerCall, inputs: Inputs, latent: bool) -> PreparedLayer:
     count = 1 if latent else _chunk_count(schedule, transport, inputs)
     kind = _kind_of(call, inputs, latent, count)
     # Signals between GPUs carry the stamp themselves.
-    signalled = schedule.header.in_place and schedule.head_moves is None
-    if call.number and not signalled:
+    if call.number and not schedule.header.in_place:
         agree_once(transport, call.prepared, Stamp(kind, call.number, layer=call.name))
     chunks = _chunks(call, transport, kind, inputs, count) if count > 1 else []
     return _layer(call, transport, kind, inputs, chunks)
@@ -232,7 +243,7 @@ def _layer(
     schedule = prepared.schedule
     kernel = kernel_for(query.device, query.dtype, call.options.choice)
     launches = prepared.launches_of(kernel)
-    heads, groups = _heads_of(schedule, transport, query.shape[1], key.shape[1]), key.shape[1]
+    heads, groups = _heads_of(prepared, transport, query.shape[1], key.shape[1]), key.shape[1]
     if heads is not None:
         kernel, groups = heads.kernel(kernel), heads.key_count
     sizes = groups, key.shape[2], value.shape[2]
@@ -264,9 +275,9 @@ def _received_bytes(
 
 
 def _heads_of(
-    schedule: Schedule, transport: Transport, queries: int, keys: int
+    prepared: Prepared, transport: Transport, queries: int, keys: int
 ) -> HeadExchange | None:
-    moves = schedule.head_moves
+    moves = prepared.schedule.head_moves
     if moves is None or len(moves.receives) == 1:
         return None
-    return HeadExchange(transport, moves, queries, keys)
+    return prepared.heads_of(transport, queries, keys)

@@ -18,7 +18,6 @@ from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
 from hcp.exchange.calls import Calls, HandlerPart
 from hcp.exchange.layout import Layout, rows_in_whole, whole_stretches
-from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Transport
 
 
@@ -130,35 +129,29 @@ class WholeSequences(HandlerPart):
             return x
         prepared = self._schedules.of_heads()
         like = x.new_empty(0, count, *x.shape[2:])
-        stamp = self._calls.agree(prepared, self._calls.stamp(operation, number, like, x.dtype))
-        given = self._transport, prepared.schedule, count, to_heads, stamp
+        stamp = self._calls.stamp(operation, number, like, x.dtype)
+        if not prepared.schedule.header.in_place:  # signals between GPUs carry the stamp themselves
+            self._calls.agree(prepared, stamp)
+        given = prepared.heads_of(self._transport, count, count), count, to_heads, stamp
         out: Tensor = _Exchange.apply(x, *given)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Exchange(torch.autograd.Function):
-    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"."""
+    """(T, count, ...) to (S, h, ...), or back."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        transport: Transport,
-        schedule: Schedule,
-        count: int,
-        to_heads: bool,
-        stamp: Stamp,
+        ctx: Any, x: Tensor, exchange: HeadExchange, count: int, to_heads: bool, stamp: Stamp
     ) -> Tensor:
-        ctx.given = transport, schedule, count, not to_heads, stamp.in_pass(BACKWARD)
-        assert schedule.head_moves is not None
-        exchange = HeadExchange(transport, schedule.head_moves, count, count)
+        ctx.given = exchange, count, not to_heads, stamp.in_pass(BACKWARD)
         if to_heads:
             (out,) = exchange.to_heads([x], [], stamp)
         else:
             (out,) = exchange.to_rows([x], [], 0, stamp)
-        return out
+        return out.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         back = _Exchange.apply(grad, *ctx.given)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None, None
+        return back, None, None, None, None

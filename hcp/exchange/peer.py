@@ -27,7 +27,7 @@ from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import HALVES, LATE, OTHER_CALL, PIECES, SignalFailure, words_for
 from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
-from hcp.exchange.transport import Pending, Share
+from hcp.exchange.transport import Pending, Share, flat_rows
 
 BUFFER_BYTES = 2**30
 """Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
@@ -370,7 +370,7 @@ class PeerStaged:
         read = self._made.reads[number]
         assert read is not None
         # A copy that the operator made would be gone before the other stream has read it.
-        return read, [*(part.contiguous() for part in own), *read.columns]
+        return read, [*map(flat_rows, own), *read.columns]
 
 
 class PeerReading:

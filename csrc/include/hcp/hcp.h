@@ -1307,6 +1307,48 @@ typedef struct hcp_entries {
 hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kernel,
                              hcp_table **launches, hcp_error *err);
 
+/* ---- Heads -------------------------------------------------------------- */
+
+/* The exchange of heads of a schedule, among neighbours that read each other's memory. Each stages
+ * a block of rows for each of the others, who reads it. A rank reads all neighbours' rows of the
+ * heads that it computes, in token order. BACK_ is the way back: it reads a block of its own rows
+ * from each neighbour, in their order. A neighbour that computes no heads reads nothing, and stages
+ * nothing on the way back.
+ *
+ *   SIZES         rows that this rank stages, the most that any neighbour does; the same back
+ *   STAGED_RUNS   (row, rows, part, part_row): staged rows <- this rank's rows. A part is the
+ *                 columns of a neighbour's heads, by the neighbour's number
+ *   READERS       (peer): the ranks that read them, ascending
+ *   OWNERS        (peer, all rows that it stages): the ranks that this one reads from, ascending
+ *   READ_RUNS     rows in token order <- this rank's own rows, then those owners
+ *   BACK_STAGED_RUNS  staged rows <- the one part of rows in token order
+ *   BACK_READERS
+ *   BACK_OWNERS
+ *   BACK_READ_RUNS  the blocks <- this rank's own rows in token order, then those owners */
+#define HCP_HEADS_SECTIONS(X) \
+  X(SIZES, 4)                 \
+  X(STAGED_RUNS, 4)           \
+  X(READERS, 1)               \
+  X(OWNERS, 2)                \
+  X(READ_RUNS, 4)             \
+  X(BACK_STAGED_RUNS, 4)      \
+  X(BACK_READERS, 1)          \
+  X(BACK_OWNERS, 2)           \
+  X(BACK_READ_RUNS, 4)
+
+enum {
+#define HCP_HEADS_ENUM(name, width) HCP_HEADS_##name,
+  HCP_HEADS_SECTIONS(HCP_HEADS_ENUM)
+#undef HCP_HEADS_ENUM
+      HCP_HEADS_SECTION_COUNT
+};
+
+/* Make the exchange of heads of a schedule, which is given as words. computes: for each of count
+ * neighbours, whether it computes any heads. HCP_INVALID for words that are no schedule, or of one
+ * in which the rank exchanges no rows for heads, and for another number of neighbours. */
+hcp_status hcp_heads_create(const int64_t *words, int64_t word_count, const uint8_t *computes,
+                            int64_t count, hcp_table **heads, hcp_error *err);
+
 /* ---- Packed entries ----------------------------------------------------- */
 
 /* What libraries of attention ask of many entries that they compute at once. X(name), of SIZES:
