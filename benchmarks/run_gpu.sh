@@ -30,7 +30,7 @@ ranks() { # NAME MOST_SECONDS PROGRAM OPTIONS...
 engines=("te p2p fused" "te a2a fused")
 ranks gate 330 benchmarks/bench_megatron.py --te "${engines[@]}" "te p2p flash" "te a2a flash" \
   --hcp hcp "wave greedy"
-ranks exchange 45 benchmarks/bench_exchange.py
+ranks exchange 90 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
 ranks million 330 benchmarks/bench_million.py
 ranks states 120 benchmarks/bench_states.py

@@ -52,10 +52,11 @@ def main() -> int:
     wrong = sum(check(transport) for transport in transports)
     if {"peer", "nccl"} <= {*transports}:
         wrong += check_long("peer", "nccl")
+        wrong += check_heads("peer", "nccl") + check_whole("peer", "nccl")
     wrong += check_graph()
     wrong += check_layers_in_graphs("nccl", ("p2p", "all_gather", "a2a"))
     if "peer" in transports:
-        wrong += check_layers_in_graphs("peer", ("p2p", "all_gather"))
+        wrong += check_layers_in_graphs("peer", ("p2p", "all_gather", "a2a"))
     dist.destroy_process_group()
     return wrong > 0
 
@@ -70,6 +71,7 @@ def check_nodes(transports: Sequence[TransportName], node: int) -> int:
     wrong += sum(check(transport, node) for transport in transports)
     if {"mixed", "nccl"} <= {*transports}:
         wrong += check_long("mixed", "nccl", node=node)
+        wrong += check_heads("mixed", "nccl", node=node) + check_whole("mixed", "nccl", node=node)
     if "mixed" in transports:
         wrong += check_bytes(node)
     return wrong
@@ -193,6 +195,110 @@ def check_long(*transports: TransportName, node: int | None = None) -> int:
     )
     worst = largest(float(wrong))
     return report(worst == 0, f"{' and '.join(transports)}: {worst:.0f} long results differ")
+
+
+HEADS = (8, 8), (8, 2), (16, 1), (10, 5), (6, 3), (3, 3), (2, 1)
+"""Numbers of query and key-value heads: those that divide over ranks, odd ones, and fewer key-value
+heads than ranks, and heads."""
+PACKS = ((97, 40, 13, 2, 1, 7, 300), 64, 2**30), ((2**15,), 128, 2**30), ((2**15,), 128, 2**24)
+"""Lengths, head size, and the bytes of the peer buffer: small rows, long ones, and those that take
+many pieces."""
+
+
+def check_heads(*transports: TransportName, node: int | None = None) -> int:
+    """The number of layers that exchange rows for heads whose results differ in any bit between
+    transports: several calls, through both halves, forward and backward. Groups lie in a node."""
+    torch.use_deterministic_algorithms(True)
+    wrong = 0
+    for lengths, head_dim, buffer_bytes in PACKS:
+        first, *others = (
+            results_of_heads(transport, lengths, head_dim, buffer_bytes, node)
+            for transport in transports
+        )
+        for heads in HEADS:
+            differ = sum(
+                not torch.equal(a, b)
+                for other in others
+                for a, b in zip(first[heads], other[heads], strict=True)
+            )
+            worst = largest(float(differ))
+            wrong += report(
+                worst == 0,
+                f"{' and '.join(transports)}: a2a {heads} heads of {head_dim}, {sum(lengths)} "
+                f"tokens, buffer of {buffer_bytes >> 20} MiB: {worst:.0f} results differ",
+            )
+    torch.use_deterministic_algorithms(False)
+    return wrong
+
+
+def results_of_heads(
+    transport: TransportName,
+    lengths: tuple[int, ...],
+    head_dim: int,
+    buffer_bytes: int,
+    node: int | None,
+) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Outputs and gradients of layers, by their heads."""
+    groups = hcp.build_process_groups(transport=transport, peer_buffer_bytes=buffer_bytes)
+    plan = plan_in_nodes(lengths, groups.size("dp_cp"), node)
+    cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=["a2a"])
+    results: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for queries, keys in HEADS:
+        generator = torch.Generator("cuda").manual_seed(groups.rank("dp_cp"))
+        *leaves, grad = (
+            torch.randn(cp.rows, heads, head_dim, device="cuda", generator=generator).bfloat16()
+            for heads in (queries, keys, keys, queries)
+        )
+        for leaf in leaves:
+            leaf.requires_grad_()
+        found = results[queries, keys] = []
+        for _ in range(3):
+            out = cp.attention(*leaves)
+            found += [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    torch.cuda.synchronize()
+    groups.close()
+    return results
+
+
+def plan_in_nodes(lengths: tuple[int, ...], ranks: int, node: int | None) -> hcp.Plan:
+    """A group in each node, each with these lengths."""
+    degree = node or ranks
+    return hcp.plan(
+        lengths * (ranks // degree),
+        ranks=ranks,
+        max_tokens_per_rank=-(-sum(lengths) // degree) + 2 * len(lengths),
+        min_degree=degree,
+        max_degree=degree,
+        ranks_per_node=node,
+    )
+
+
+def check_whole(*transports: TransportName, node: int | None = None) -> int:
+    """The number of kinds of rows that come back from whole sequences of heads with another bit, or
+    whose whole sequences differ between transports."""
+    kinds = (torch.bfloat16, (16, 128)), (torch.float32, (10, 33)), (torch.int8, (3, 5))
+    found: list[list[torch.Tensor]] = []
+    wrong = 0
+    for transport in transports:
+        groups = hcp.build_process_groups(transport=transport)
+        plan = plan_in_nodes((2**14, 999, 3), groups.size("dp_cp"), node)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=["a2a"])
+        found.append([])
+        for dtype, (heads, size) in kinds:
+            generator = torch.Generator("cuda").manual_seed(groups.rank("dp_cp"))
+            shape = cp.rows, heads, size
+            x = torch.randint(-99, 99, shape, device="cuda", generator=generator).to(dtype)
+            whole = cp.whole.sequence_to_head(x)
+            found[-1].append(whole)
+            back = cp.whole.head_to_sequence(whole, heads)
+            same = largest(float(not torch.equal(back, x))) == 0
+            wrong += report(same, f"{transport:5} {dtype} rows {heads} x {size} come back")
+        torch.cuda.synchronize()
+        groups.close()
+    first, *others = found
+    differ = sum(not all(map(torch.equal, first, other)) for other in others)
+    worst = largest(float(differ))
+    return wrong + report(worst == 0, f"{' and '.join(transports)}: whole sequences of heads")
 
 
 def check_graph() -> int:
