@@ -28,10 +28,10 @@ from hcp.exchange.torch_p2p import TorchTransport
 
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "torch", "nccl", "peer", "mixed")
 """``torch``: grouped point-to-point calls of torch.distributed. ``nccl``: one NCCL group per
-exchange. ``peer``: keys and values are read from each other's memory. ``mixed``: rows are read from
-memory inside a host, and sent by NCCL between hosts. ``auto``: ``peer`` where all ranks' GPUs reach
-each other's memory, ``mixed`` where those of some host do, ``nccl`` on other GPUs, ``torch``
-otherwise."""
+exchange. ``peer``: keys and values, or rows exchanged for heads, are read from each other's memory.
+``mixed``: rows are read from memory inside a host, and sent by NCCL between hosts. ``auto``:
+``peer`` where all ranks' GPUs reach each other's memory, ``mixed`` where those of some host do,
+``nccl`` on other GPUs, ``torch`` otherwise."""
 
 _PREFERRED: tuple[TransportName, ...] = ("peer", "mixed", "nccl", "torch")
 """The order in which ``auto`` tries them."""

@@ -39,9 +39,9 @@ def refuse_in_graphs(rank: int, stamp: Stamp) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise HcpError(
             f"rank {rank}: a CUDA graph captures rows that ranks send each other "
-            f"({agreement.name(stamp.fields)}), expected keys and values that they read from "
-            'each other\'s memory (comm types "p2p" and "all_gather", and hcp.GraphHandler): '
-            'build the process groups with transport="nccl" for others',
+            f"({agreement.name(stamp.fields)}), expected rows that they read from each other's "
+            "memory (cp.attention and hcp.GraphHandler): build the process groups with "
+            'transport="nccl" for others',
             code="cuda-graph",
         )
 
@@ -167,8 +167,8 @@ class PeerMemory:
         failed = self._failed
         if failed.kind == LATE:
             return HcpError(
-                f"rank {self.rank}: rank {failed.peer} has not come to an exchange of keys and "
-                f"values within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
+                f"rank {self.rank}: rank {failed.peer} has not come to an exchange of rows "
+                f"within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
                 f"message says why{self._said(failed.peer)}",
                 code="rank-late",
             )
