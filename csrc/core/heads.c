@@ -90,20 +90,20 @@ static void append_staged(maker *m) {
   }
 }
 
-/* The rows that came, in token order. Part 0 is this rank's own; those of owners follow. */
+/* The rows that came, in token order: owners' and, apart from them, this rank's own. */
 static void append_read(maker *m) {
   const hcp_section *gather = &m->sections[HCP_SCHEDULE_GATHER];
   int64_t row = 0;
   for (int64_t w = gather->first; w < gather->end; w += 2)
     for (int64_t i = 0, owners = 0; i < m->count; i++) {
-      int is_own = i == m->place;
-      owners += !is_own && rows_of(m, i) > 0;
-      int64_t base = base_of(m, i), from = hcp__most(m->words[w], base);
-      int64_t to = hcp__least(m->words[w] + m->words[w + 1], base + rows_of(m, i));
-      if (from >= to) continue;
-      int64_t before = is_own ? 0 : rows_before(m, 0, i, m->place);
-      append_run(m, HCP_HEADS_READ_RUNS, row, to - from, is_own ? 0 : owners, before + from - base);
-      row += to - from;
+      int64_t base = base_of(m, i), from = hcp__most(m->words[w], base), own = i == m->place;
+      int64_t rows = hcp__least(m->words[w] + m->words[w + 1], base + rows_of(m, i)) - from;
+      if (rows > 0 && own) append_run(m, HCP_HEADS_OWN_RUNS, row, rows, 0, from - base);
+      if (rows > 0 && !own)
+        append_run(m, HCP_HEADS_READ_RUNS, row, rows, owners,
+                   rows_before(m, 0, i, m->place) + from - base);
+      row += hcp__most(rows, 0);
+      owners += !own && rows_of(m, i) > 0;
     }
 }
 
@@ -124,9 +124,9 @@ static void append_read_back(maker *m) {
   for (int64_t i = 0; i < m->count; i++) {
     if (!m->computes[i]) continue;
     if (i == m->place)
-      append_scattered(m, HCP_HEADS_BACK_READ_RUNS, i, i * own);
+      append_scattered(m, HCP_HEADS_BACK_OWN_RUNS, i, i * own);
     else
-      append_run(m, HCP_HEADS_BACK_READ_RUNS, i * own, own, ++owners,
+      append_run(m, HCP_HEADS_BACK_READ_RUNS, i * own, own, owners++,
                  rows_before(m, 1, i, m->place));
   }
 }

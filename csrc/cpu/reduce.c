@@ -39,28 +39,28 @@ static void reduce_run(hcp_cast cast, const sum *s, const hcp_rotation *rotation
     reduce_rows(dtype, s, out);
 }
 
-/* Column c. */
+/* Column c. keeps: rows that no run names keep what they hold; else they become zeros. */
 static void reduce_column(const hcp_sum *of, hcp_cast cast, int32_t c, const hcp_rotation *rotation,
-                          hcp_column out) {
+                          int keeps, hcp_column out) {
   const hcp_run *runs = of->runs;
   int64_t row = 0;
   for (int64_t first = 0, end; first < of->n_runs; first = end) {
     end = hcp_run_end(runs, of->n_runs, first);
-    clear_rows(out, row, runs[first].row - row);
+    if (!keeps) clear_rows(out, row, runs[first].row - row);
     reduce_run(cast, &(sum){&of->parts[c], of->n_columns, &runs[first], end - first, 0}, rotation,
                out);
     row = runs[first].row + runs[first].rows;
   }
-  clear_rows(out, row, of->rows - row);
+  if (!keeps) clear_rows(out, row, of->rows - row);
 }
 
 static void reduce_columns(const hcp_sum *of, hcp_cast cast, const hcp_rotation *rotation,
-                           int32_t rotated, hcp_column out) {
+                           int32_t rotated, int keeps, hcp_column out) {
   int64_t offset_bytes = 0;
   for (int32_t c = 0; c < of->n_columns; ++c) {
     int64_t row_bytes = hcp_cast_bytes(cast, of->parts[c].row_bytes);
     if (row_bytes == 0) continue;
-    reduce_column(of, cast, c, c < rotated ? rotation : NULL,
+    reduce_column(of, cast, c, c < rotated ? rotation : NULL, keeps,
                   column_slice(out, offset_bytes, row_bytes));
     offset_bytes += row_bytes;
   }
@@ -68,12 +68,16 @@ static void reduce_columns(const hcp_sum *of, hcp_cast cast, const hcp_rotation 
 
 void hcp_cpu_reduce_rotated(const hcp_sum *of, const hcp_rotation *rotation, int32_t rotated,
                             hcp_column out) {
-  reduce_columns(of, (hcp_cast){of->dtype, of->dtype}, rotation, rotated, out);
+  reduce_columns(of, (hcp_cast){of->dtype, of->dtype}, rotation, rotated, 0, out);
 }
 
 void hcp_cpu_reduce(const hcp_sum *of, const hcp_cast *cast, hcp_column out) {
   hcp_cast none = {of->dtype, of->dtype};
-  reduce_columns(of, cast != NULL ? *cast : none, NULL, 0, out);
+  reduce_columns(of, cast != NULL ? *cast : none, NULL, 0, 0, out);
+}
+
+void hcp_cpu_place(const hcp_sum *of, hcp_column out) {
+  reduce_columns(of, (hcp_cast){of->dtype, of->dtype}, NULL, 0, 1, out);
 }
 
 void hcp_cpu_reduce_on(const hcp_sum *of, hcp_column total) {

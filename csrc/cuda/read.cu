@@ -27,20 +27,22 @@ static bool is_stretch(const hcp_column *columns, int32_t n_columns, hcp_column 
   return out.row_stride_bytes == out.row_bytes;
 }
 
-/* The bytes of a copy on average, where every row of the result is one row of a peer's, and 0
+/* The bytes of a copy on average, where every row that is written is one row of a peer's, and 0
  * otherwise. Runs that go on where the one before ends are one copy. */
-static int64_t bytes_of_a_copy(const hcp_sum &of, hcp_column out, int32_t first_staged) {
-  int64_t row = 0, copies = 0;
+static int64_t bytes_of_a_copy(const hcp_sum &of, hcp_column out, const hcp_staged &staged) {
+  int64_t row = 0, rows = 0, copies = 0;
   for (int64_t r = 0; r < of.n_runs; ++r) {
     const hcp_run *run = &of.runs[r], *before = r > 0 ? run - 1 : NULL;
-    if (run->row != row || run->part < first_staged) return 0;
+    if (run->row < row || (run->row > row && !staged.keeps) || run->part < staged.first) return 0;
     if (!is_stretch(&of.parts[run->part * of.n_columns], of.n_columns, out)) return 0;
-    bool goes_on = before != NULL && before->part == run->part &&
+    bool goes_on = before != NULL && run->row == row && before->part == run->part &&
                    before->part_row + before->rows == run->part_row;
     copies += !goes_on;
-    row += run->rows;
+    row = run->row + run->rows;
+    rows += run->rows;
   }
-  return row == of.rows && copies > 0 ? of.rows * out.row_bytes / copies : 0;
+  bool all = row == of.rows || staged.keeps;
+  return all && copies > 0 ? rows * out.row_bytes / copies : 0;
 }
 
 /* Whether one call takes many copies on a stream: CUDA has that since 12.8, not on its default
@@ -186,7 +188,7 @@ hcp_status hcp_cuda_read(const hcp_sum *sum, hcp_column out, const hcp_staged *s
                          hcp_signals read, uint32_t *progress, void *stream, hcp_error *err) {
   int64_t bytes = 0;
   if (staged->awaited.signals.n <= HCP_CUDA_SIGNALS_MAX && sum->rows * out.row_bytes >= RUN_BYTES)
-    bytes = bytes_of_a_copy(*sum, out, staged->first);
+    bytes = bytes_of_a_copy(*sum, out, *staged);
   bool in_one_call = bytes >= RUN_BYTES && takes_many((cudaStream_t)stream);
   if (bytes >= (in_one_call ? RUN_BYTES : LONE_RUN_BYTES))
     return read_by_copies(*sum, out, *staged, read, in_one_call, (cudaStream_t)stream, err);

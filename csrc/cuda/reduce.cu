@@ -14,6 +14,7 @@ struct summed_columns {
   int64_t vectors[HCP_CUDA_COLUMNS_MAX]; /* of a row */
   int64_t out_stride;                    /* bytes */
   int32_t n, lane_bits;
+  int32_t keeps; /* 1: rows without records keep what they hold; 0: they become zeros */
 };
 
 /* Where a record's row of a column lies. */
@@ -90,7 +91,7 @@ static __device__ void sum_between(const carried_runs &carried, const summed_col
   int64_t row = low + (int64_t)block * at_once + (threadIdx.x >> columns.lane_bits);
   for (; row < high; row += step) {
     int run = carried.find(row);
-    if (on && carried.record[run] == carried.record[run + 1]) continue;
+    if ((on || columns.keeps) && carried.record[run] == carried.record[run + 1]) continue;
     W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
       W sum[IN_FLIGHT] = {};
@@ -382,7 +383,7 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
 
 /* The columns from number `from` on, as many at once as a launch carries. */
 static hcp_status sum_in_launches(const summer &by, const hcp_sum &of, int32_t from, hcp_column out,
-                                  const linked *peers, void *on, hcp_error *err) {
+                                  bool keeps, const linked *peers, void *on, hcp_error *err) {
   cudaStream_t stream = (cudaStream_t)on;
   run_launches launches(of.runs, of.n_runs, of.rows, true);
   int more = launches.advance();
@@ -399,6 +400,7 @@ static hcp_status sum_in_launches(const summer &by, const hcp_sum &of, int32_t f
       int64_t row_bytes[HCP_CUDA_COLUMNS_MAX];
       columns.n = of.n_columns - first < at_once ? of.n_columns - first : at_once;
       columns.out_stride = out.row_stride_bytes;
+      columns.keeps = keeps;
       for (int32_t c = 0; c < columns.n; ++c) {
         row_bytes[c] = of.parts[first + c].row_bytes;
         columns.out[c] = (char *)out.data + offset;
@@ -421,13 +423,20 @@ static hcp_status sum_in_launches(const summer &by, const hcp_sum &of, int32_t f
 
 hcp_status hcp_cuda_reduce_from(const hcp_sum *sum, int32_t from, hcp_column out, void *stream,
                                 hcp_error *err) {
-  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, from, out, NULL, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, from, out, false, NULL, stream,
+                         err);
 }
 
 hcp_status hcp_cuda_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out, void *stream,
                            hcp_error *err) {
   hcp_cast none = {sum->dtype, sum->dtype};
-  return sum_in_launches(summer_of(cast != NULL ? *cast : none), *sum, 0, out, NULL, stream, err);
+  return sum_in_launches(summer_of(cast != NULL ? *cast : none), *sum, 0, out, false, NULL, stream,
+                         err);
+}
+
+hcp_status hcp_cuda_place(const hcp_sum *sum, hcp_column out, void *stream, hcp_error *err) {
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, true, NULL, stream,
+                         err);
 }
 
 hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream, hcp_error *err) {
@@ -435,18 +444,20 @@ hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream
   named.rows = 0; /* up to the last one that a run names */
   if (sum->n_runs > 0)
     named.rows = sum->runs[sum->n_runs - 1].row + sum->runs[sum->n_runs - 1].rows;
-  return sum_in_launches(adder_of(sum->dtype), named, 0, total, NULL, stream, err);
+  return sum_in_launches(adder_of(sum->dtype), named, 0, total, true, NULL, stream, err);
 }
 
 hcp_status hcp_cuda_stage(const hcp_sum *sum, hcp_column out, hcp_awaited free, hcp_signals staged,
                           uint32_t *progress, void *stream, hcp_error *err) {
   linked peers = {free, staged, progress, true, 0, NULL};
-  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, false, &peers, stream,
+                         err);
 }
 
 hcp_status hcp_cuda_read_by_blocks(const hcp_sum *sum, hcp_column out, const hcp_staged *staged,
                                    hcp_signals read, uint32_t *progress, void *stream,
                                    hcp_error *err) {
   linked peers = {staged->awaited, read, progress, false, staged->first, staged->part_rows};
-  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, &peers, stream, err);
+  return sum_in_launches(summer_of({sum->dtype, sum->dtype}), *sum, 0, out, staged->keeps != 0,
+                         &peers, stream, err);
 }

@@ -105,7 +105,8 @@ class Mail {
     hcp_sum sum = {received_word_, mailboxes.data(), 1, runs.data, runs.n, all_.reads[i].rows};
     Signals owners = {awaited.data(), static_cast<int64_t>(awaited.size())};
     Signals done = {told.data(), static_cast<int64_t>(told.size())};
-    hcp_staged staged = {exchange.awaited(owners, exchange.tag, like), before, 0, rows.data()};
+    hcp_staged staged = {exchange.awaited(owners, exchange.tag, like), before, 0, rows.data(),
+                         false};
     device.read(&sum, out, &staged, counted(done, exchange.counts, HCP_READ_TAG), progress);
   }
 

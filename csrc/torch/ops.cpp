@@ -69,6 +69,7 @@ struct Cpu {
   KERNEL(merge_on)
   KERNEL(reduce)
   KERNEL(reduce_on)
+  KERNEL(place)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
 #undef KERNEL
@@ -84,7 +85,10 @@ struct Cpu {
   void read(const hcp_sum *sum, hcp_column out, const hcp_staged *staged, hcp_signals done,
             uint32_t *) const {
     wait_for_all(staged->awaited, HCP_PIECES);
-    reduce(sum, nullptr, out);
+    if (staged->keeps)
+      place(sum, out);
+    else
+      reduce(sum, nullptr, out);
     count_all(staged->awaited.signals);
     tell(done, 1);
   }
@@ -157,6 +161,17 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, int next, "
       "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, int columns, "
       "Tensor(d!) counts, int tag, int timeout_ns, Tensor(e!) failure, int stream) -> Tensor");
+  m.def(
+      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, "
+      "Tensor staged, Tensor done, Tensor(b!) progress, Tensor(c!) counts, int tag, "
+      "int timeout_ns, Tensor(d!) failure, int stream) -> ()");
+  m.def(
+      "stage_and_read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, "
+      "Tensor staged, Tensor(b!) stage_progress, Tensor(c!) into, Tensor[] read_parts, "
+      "Tensor read_runs, int next, Tensor read_staged, Tensor read_done, "
+      "Tensor(d!) read_progress, int columns, Tensor(e!) counts, int tag, int timeout_ns, "
+      "Tensor(f!) failure, int stream) -> ()");
+  m.def("place(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns) -> ()");
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "

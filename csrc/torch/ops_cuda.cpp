@@ -54,6 +54,7 @@ struct Cuda {
   KERNEL(merge_on)
   KERNEL(reduce)
   KERNEL(reduce_on)
+  KERNEL(place)
   KERNEL(stage)
   KERNEL(read)
   KERNEL(reduce_rotated)

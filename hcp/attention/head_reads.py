@@ -22,7 +22,7 @@ from hcp import _core
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.layout import buffer_of, tensor_of
 from hcp.exchange.tables import PeerRead, Schedule, Sections, places
-from hcp.exchange.transport import Share, Shared, SharingTransport
+from hcp.exchange.transport import Reading, Share, Shared, SharingTransport
 
 _log = logging.getLogger("hcp")
 _told = itertools.count()
@@ -47,8 +47,12 @@ class _Way(NamedTuple):
     """That any neighbour stages."""
     staged_runs: Tensor
     readers: list[int]
+    rows: int
+    """That arrive, and this rank's own among them."""
     read: PeerRead | None
-    """None where this rank reads nothing."""
+    """None where this rank reads nothing from others."""
+    own_runs: Tensor
+    """The rows that arrive <- this rank's own."""
 
 
 class _Slice(NamedTuple):
@@ -125,22 +129,34 @@ class HeadReads:
         """Stage parts, each as columns (rows, words), and read: (rows, words) of each column, with
         this rank's own rows. None for a column without words, and where nothing is read."""
         pieces = self._pieces(way, [column.shape[1] for column in own])
-        readings = []
-        for piece in pieces:
-            staged = self._share(way, piece).stage(
-                next(self._exchanges),
-                [_cut(part, of) for part in parts for of in piece],
-                stamp,
-                [_cut(own, of) for of in piece],
-            )
-            if way.read is not None:
-                readings.append(staged.read(0))
+        arriving = [self._begin(way, piece, parts, own, stamp) for piece in pieces]
         found: list[list[Tensor]] = [[] for _ in own]
-        for piece, reading in zip(pieces, readings, strict=False):
-            columns = reading.wait().split_with_sizes(_widths(piece), 1)
-            for of, rows in zip(piece, columns, strict=True):
-                found[of.column].append(rows)
+        for piece, (rows, reading) in zip(pieces, arriving, strict=True):
+            if reading is not None:
+                reading.wait()
+            if rows is not None:
+                for of, column in zip(piece, rows.split_with_sizes(_widths(piece), 1), strict=True):
+                    found[of.column].append(column)
         return [_joined(rows) if rows else None for rows in found]
+
+    def _begin(
+        self,
+        way: _Way,
+        piece: Sequence[_Slice],
+        parts: Sequence[Sequence[Tensor]],
+        own: Sequence[Tensor],
+        stamp: Stamp,
+    ) -> tuple[Tensor | None, Reading | None]:
+        """Stage and begin to read a piece of the columns: what it is read into, if anything."""
+        rows = None
+        if way.read is not None or len(way.own_runs):
+            rows = own[0].new_empty(way.rows, sum(_widths(piece)))
+        given = [_cut(part, of) for part in parts for of in piece]
+        staged = self._share(way, piece).stage(next(self._exchanges), given, stamp, into=rows)
+        if rows is not None and len(way.own_runs):  # meanwhile
+            given = [_cut(own, of) for of in piece]
+            torch.ops.hcp.place.default(rows, given, way.own_runs, len(piece))
+        return rows, None if way.read is None else staged.read(0)
 
     def _share(self, way: _Way, piece: Sequence[_Slice]) -> Shared:
         """The piece's kind of exchange, made once for all layers."""
@@ -164,10 +180,15 @@ class HeadReads:
 
 def _way_of(table: HeadTable, prefix: str, sizes: tuple[int, int], rows: int) -> _Way:
     owners = [(peer, held) for peer, held in table.records(f"{prefix}OWNERS")]
-    runs = table.section(f"{prefix}READ_RUNS")
-    read = PeerRead(owners, runs, rows, [peer for peer, _ in owners]) if len(runs) else None
-    readers = table.section(f"{prefix}READERS").flatten().tolist()
-    return _Way(sizes[0], sizes[1], table.section(f"{prefix}STAGED_RUNS"), readers, read)
+    runs, peers = table.section(f"{prefix}READ_RUNS"), [peer for peer, _ in owners]
+    return _Way(
+        *sizes,
+        table.section(f"{prefix}STAGED_RUNS"),
+        table.section(f"{prefix}READERS").flatten().tolist(),
+        rows,
+        PeerRead(owners, runs, rows, peers) if owners else None,
+        table.section(f"{prefix}OWN_RUNS"),
+    )
 
 
 def _tell_of_pieces(count: int, half_bytes: int, staged_bytes: int) -> None:

@@ -275,14 +275,19 @@ class PeerShared:
 
     @ranged("hcp: exchange")
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
+        self,
+        exchange: int,
+        parts: Sequence[Tensor],
+        stamp: Stamp,
+        own: Sequence[Tensor] = (),
+        into: Tensor | None = None,
     ) -> PeerStaged:
         memory, share, half = self._peers_memory, self._share, exchange % HALVES
         memory.begin(stamp)
         made = self._made[half]
         if made is None:
             made = self._made[half] = self._make(half)
-        staged = PeerStaged(memory, made, len(share.widths), stamp.tag)
+        staged = PeerStaged(memory, made, len(share.widths), stamp.tag, into)
         if share.readers:
             staged.stage(parts, share.runs, own)
         else:
@@ -311,8 +316,12 @@ class PeerShared:
 class PeerStaged:
     """See :class:`hcp.exchange.transport.Staged`."""
 
-    def __init__(self, memory: PeerMemory, made: _Half, columns: int, tag: int) -> None:
+    def __init__(
+        self, memory: PeerMemory, made: _Half, columns: int, tag: int, into: Tensor | None
+    ) -> None:
         self._peers_memory, self._made, self._columns, self._tag = memory, made, columns, tag
+        self._into = into
+        """Where the first read goes. None: into new memory."""
         self._begun: PeerReading | None = None
 
     def stage(self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor]) -> None:
@@ -330,16 +339,19 @@ class PeerStaged:
             self.begin(own)
             return
         read, read_parts = self._read(made.first, own)
+        into, target, sizes = self._target(read)
         rows = memory.queue(
-            torch.ops.hcp.stage_and_read.default,
+            torch.ops.hcp.stage_and_read.default
+            if into is None
+            else torch.ops.hcp.stage_and_read_into.default,
             *(made.out, parts, runs, *signals),
-            *(read_parts, read.runs, read.rows, read.next),
+            *(*target, read_parts, read.runs, *sizes, read.next),
             *(read.staged, read.done, memory.progress[HALVES]),
             self._columns,
             tag=self._tag,
             reads=True,
         )
-        self._begun = PeerReading(memory, rows, read_parts)
+        self._begun = PeerReading(memory, rows if into is None else into, read_parts)
 
     def begin(self, own: Sequence[Tensor]) -> None:
         """Begin the first read alone."""
@@ -356,14 +368,20 @@ class PeerStaged:
     def _queue(self, number: int, own: Sequence[Tensor]) -> PeerReading:
         memory = self._peers_memory
         read, parts = self._read(number, own)
+        into, target, sizes = self._target(read)
         rows = memory.queue(
-            torch.ops.hcp.read.default,
-            *(parts, read.runs, read.rows, self._columns, read.next),
+            torch.ops.hcp.read.default if into is None else torch.ops.hcp.read_into.default,
+            *(*target, parts, read.runs, *sizes, self._columns, read.next),
             *(read.staged, read.done, memory.progress[HALVES]),
             tag=self._tag,
             reads=True,
         )
-        return PeerReading(memory, rows, parts)
+        return PeerReading(memory, rows if into is None else into, parts)
+
+    def _target(self, read: _Reading) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[int, ...]]:
+        """Where the next read goes, and how its operator is told: by that, or by its rows."""
+        into, self._into = self._into, None
+        return (None, (), (read.rows,)) if into is None else (into, (into,), ())
 
     def _read(self, number: int, own: Sequence[Tensor]) -> tuple[_Reading, list[Tensor]]:
         """The read, and its parts."""

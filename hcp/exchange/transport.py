@@ -108,12 +108,18 @@ class Shared(Protocol):
     """A kind of exchange that is made ready."""
 
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
+        self,
+        exchange: int,
+        parts: Sequence[Tensor],
+        stamp: Stamp,
+        own: Sequence[Tensor] = (),
+        into: Tensor | None = None,
     ) -> Staged:
         """Stage this rank's rows, from parts (N, ...) as columns, and let the readers read them.
 
         ``exchange``: its number, the same on all ranks of the group. ``stamp``: the call.
-        ``own``: this rank's parts of the first read, (N, ...), as columns.
+        ``own``: this rank's parts of the first read, (N, ...), as columns. ``into``: where that
+        read goes, whose other rows it leaves as they are: they may be written meanwhile.
         """
 
 

@@ -195,7 +195,12 @@ class _LoopbackShared:
 
     @ranged("hcp: exchange")
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
+        self,
+        exchange: int,
+        parts: Sequence[Tensor],
+        stamp: Stamp,
+        own: Sequence[Tensor] = (),
+        into: Tensor | None = None,
     ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
@@ -203,14 +208,19 @@ class _LoopbackShared:
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
             self._transport.send(staged, moves, stamp)
-        return _LoopbackStaged(self._transport, share, stamp, own)
+        return _LoopbackStaged(self._transport, share, stamp, own, into)
 
 
 class _LoopbackStaged:
     def __init__(
-        self, transport: SharingLoopbackTransport, share: Share, stamp: Stamp, own: Sequence[Tensor]
+        self,
+        transport: SharingLoopbackTransport,
+        share: Share,
+        stamp: Stamp,
+        own: Sequence[Tensor],
+        into: Tensor | None,
     ) -> None:
-        self._transport, self._share, self._stamp = transport, share, stamp
+        self._transport, self._share, self._stamp, self._into = transport, share, stamp, into
         self._own = [flat_rows(part) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
@@ -224,8 +234,11 @@ class _LoopbackStaged:
             columns += self._arrived[peer].split_with_sizes(self._share.widths, 1)
         for peer in read.done:
             del self._arrived[peer]  # whoever reads on would wait for the next exchange
-        widths = len(self._share.widths)
-        return _LoopbackReading(ops.reduce(columns, read.runs, read.rows, widths))
+        widths, into, self._into = len(self._share.widths), self._into, None
+        if into is None:
+            return _LoopbackReading(ops.reduce(columns, read.runs, read.rows, widths))
+        torch.ops.hcp.place.default(into, columns, read.runs, widths)
+        return _LoopbackReading(into)
 
     def _receive(self, peer: int, rows: int) -> Tensor:
         shape = rows, sum(self._share.widths)

@@ -29,23 +29,40 @@ static int64_t value_of(int64_t of, int64_t row, int64_t with) {
   return ((int64_t)ROWS * of + row) * RANKS + with;
 }
 
-/* Rows <- parts, of which there are `own` of this neighbour's, whose values are `given` a part;
- * then the owners' staged rows. Every row is made once. */
-static int64_t run_all(const hcp_table *table, int32_t runs, int32_t owners, int64_t own,
-                       const int64_t *(*given)(int64_t part), int64_t *to) {
-  int64_t made = 0;
+/* Rows <- parts, whose values are `given` a part. Returns how many. */
+static int64_t run_all(const hcp_table *table, int32_t runs, const int64_t *(*given)(int64_t part),
+                       int64_t *to) {
+  int64_t end = 0, made = 0;
   for (int64_t i = 0; i < records(table, runs); i++) {
     const int64_t *run = section(table, runs) + 4 * i;
-    CHECK(run[0] >= made && run[1] > 0 && run[3] >= 0);
-    made = run[0] + run[1];
-    const int64_t *from = run[2] < own ? given(run[2]) : NULL;
-    if (from == NULL) {
-      const int64_t *owner = section(table, owners) + 2 * (run[2] - own);
-      CHECK(run[2] - own < records(table, owners) && run[3] + run[1] <= owner[1]);
-      from = staged[place_of(owner[0])];
-    }
-    memcpy(to + run[0], from + run[3], (size_t)run[1] * sizeof *to);
+    CHECK(run[0] >= end && run[1] > 0 && run[3] >= 0);
+    end = run[0] + run[1];
+    made += run[1];
+    memcpy(to + run[0], given(run[2]) + run[3], (size_t)run[1] * sizeof *to);
   }
+  return made;
+}
+
+/* The table whose owners' staged rows are parts. */
+static const hcp_table *reading;
+static int32_t owner_section;
+
+static const int64_t *staged_of(int64_t part) {
+  CHECK(part >= 0 && part < records(reading, owner_section));
+  return staged[place_of(section(reading, owner_section)[2 * part])];
+}
+
+/* Rows that are read, and rows that lie here, each of them once. Returns how many. */
+static int64_t read_all(const hcp_table *table, int32_t owners, int32_t runs, int32_t own,
+                        const int64_t *(*given)(int64_t part)) {
+  int64_t most = neighbours * whole_rows(), filled = 0;
+  memset(found, 0xff, (size_t)most * sizeof *found);
+  reading = table;
+  owner_section = owners;
+  int64_t made = run_all(table, runs, staged_of, found);
+  made += run_all(table, own, given, found);
+  for (int64_t row = 0; row < most; row++) filled += found[row] >= 0;
+  CHECK_INT(filled, made);
   return made;
 }
 
@@ -54,7 +71,10 @@ static int64_t run_all(const hcp_table *table, int32_t runs, int32_t owners, int
 static int64_t parts[RANKS][ROWS];
 static const int64_t *block_for(int64_t reader) { return parts[reader]; }
 static int64_t self;
-static const int64_t *own_block(int64_t part) { return parts[part == 0 ? self : part]; }
+static const int64_t *own_block(int64_t part) {
+  CHECK_INT(part, 0);
+  return parts[self];
+}
 
 static void fill_blocks(int64_t i) {
   self = i;
@@ -67,8 +87,7 @@ static void stage_all(void) {
   for (int64_t i = 0; i < neighbours; i++) {
     const int64_t *sizes = section(tables[i], HCP_HEADS_SIZES);
     fill_blocks(i);
-    CHECK_INT(run_all(tables[i], HCP_HEADS_STAGED_RUNS, 0, neighbours, block_for, staged[i]),
-              sizes[0]);
+    CHECK_INT(run_all(tables[i], HCP_HEADS_STAGED_RUNS, block_for, staged[i]), sizes[0]);
     if (sizes[0] > most) most = sizes[0];
   }
   for (int64_t i = 0; i < neighbours; i++) CHECK_INT(section(tables[i], HCP_HEADS_SIZES)[1], most);
@@ -77,7 +96,8 @@ static void stage_all(void) {
 static void check_read(int64_t i) {
   static int64_t came[ROWS], wanted[ROWS];
   fill_blocks(i);
-  int64_t rows = run_all(tables[i], HCP_HEADS_READ_RUNS, HCP_HEADS_OWNERS, 1, own_block, found);
+  int64_t rows =
+      read_all(tables[i], HCP_HEADS_OWNERS, HCP_HEADS_READ_RUNS, HCP_HEADS_OWN_RUNS, own_block);
   CHECK_INT(rows, computes[i] ? whole_rows() : 0);
   for (int64_t from = 0; from < neighbours; from++)
     for (int64_t row = 0; row < move_of(from)[2]; row++)
@@ -103,7 +123,7 @@ static void stage_all_back(void) {
   for (int64_t i = 0; i < neighbours; i++) {
     const int64_t *sizes = section(tables[i], HCP_HEADS_SIZES);
     fill_results(i);
-    CHECK_INT(run_all(tables[i], HCP_HEADS_BACK_STAGED_RUNS, 0, 1, result, staged[i]), sizes[2]);
+    CHECK_INT(run_all(tables[i], HCP_HEADS_BACK_STAGED_RUNS, result, staged[i]), sizes[2]);
     CHECK_INT(sizes[2], computes[i] ? whole_rows() - move_of(i)[2] : 0);
     if (sizes[2] > most) most = sizes[2];
   }
@@ -114,7 +134,8 @@ static void check_read_back(int64_t i) {
   static int64_t tokens[ROWS], came[ROWS];
   int64_t own = move_of(i)[2];
   fill_results(i);
-  run_all(tables[i], HCP_HEADS_BACK_READ_RUNS, HCP_HEADS_BACK_OWNERS, 1, result, found);
+  read_all(tables[i], HCP_HEADS_BACK_OWNERS, HCP_HEADS_BACK_READ_RUNS, HCP_HEADS_BACK_OWN_RUNS,
+           result);
   for (int64_t row = 0; row < whole_rows(); row++) tokens[row] = row;
   gather_rows(schedules[i], HCP_SCHEDULE_SCATTER, tokens, came);
   for (int64_t from = 0; from < neighbours; from++)

@@ -30,7 +30,7 @@ enum { cudaMemcpyDeviceToDevice = 3, cudaMemcpySrcAccessOrderStream = 1 };
 
 /* A read, and what has become of it. */
 static struct {
-  int32_t peers, next, first_staged;
+  int32_t peers, next, first_staged, keeps;
   int64_t rows, row_bytes;
   std::vector<int64_t> part_rows;
   std::vector<hcp_run> runs;
@@ -165,7 +165,8 @@ static int64_t draw(int64_t low, int64_t high) {
 
 /* A run after the last one: of some part's rows, or where the run before it ends. */
 static void draw_run(int64_t most_rows) {
-  hcp_run run = {now.rows, 0, draw(now.first_staged, now.first_staged + now.peers - 1), 0};
+  int64_t row = now.rows + (now.keeps ? draw(0, 2) : 0);
+  hcp_run run = {row, 0, draw(now.first_staged, now.first_staged + now.peers - 1), 0};
   if (!now.runs.empty() && draw(0, 2) == 0) {
     run.part = now.runs.back().part;
     run.part_row = now.runs.back().part_row + now.runs.back().rows;
@@ -176,7 +177,7 @@ static void draw_run(int64_t most_rows) {
   if (left < 1) return;
   run.rows = draw(1, left < most_rows ? left : most_rows);
   now.runs.push_back(run);
-  now.rows += run.rows;
+  now.rows = row + run.rows;
 }
 
 static void begin(int32_t peers, int64_t row_bytes) {
@@ -193,6 +194,7 @@ static void draw_case(void) {
   begin((int32_t)draw(1, 5), widths[draw(0, 4)]);
   now.next = (int32_t)draw(0, now.peers);
   now.first_staged = (int32_t)draw(0, 2);
+  now.keeps = draw(0, 1) != 0;
   now.driver = draw(0, 3) ? 13000 : 12070;
   now.captures = draw(0, 3) == 0;
   now.names_a_stream = draw(0, 7) != 0;
@@ -202,6 +204,7 @@ static void draw_case(void) {
   }
   int64_t n = draw(0, 3) ? draw(0, 12) : draw(0, 700), most_rows = draw(0, 1) ? 4 : 700;
   for (int64_t r = 0; r < n; ++r) draw_run(most_rows);
+  if (now.keeps) now.rows += draw(0, 2);
 }
 
 static hcp_status read(int64_t stream) {
@@ -215,7 +218,7 @@ static hcp_status read(int64_t stream) {
   }
   hcp_sum sum = {HCP_FLOAT32, parts.data(), 2, now.runs.data(), (int64_t)now.runs.size(), now.rows};
   hcp_awaited awaited = {{signals, now.peers, NULL, 5}, 0, NULL};
-  hcp_staged staged = {awaited, now.next, now.first_staged, now.part_rows.data()};
+  hcp_staged staged = {awaited, now.next, now.first_staged, now.part_rows.data(), now.keeps};
   hcp_error err = {};
   return hcp_cuda_read(&sum, {(void *)RESULT, now.row_bytes, now.row_bytes}, &staged,
                        {NULL, 7, NULL, 0}, NULL, (void *)stream, &err);
@@ -231,7 +234,10 @@ static void check_copied(void) {
   CHECK_INT(now.by_blocks, 0);
   CHECK_INT(now.told, 1);
   CHECK_INT(now.early + now.torn + now.again + now.out_of_order + now.refused, 0);
-  int64_t others = 0;
+  int64_t others = 0, named = 0, written = 0;
+  for (int64_t part : now.part) written += part >= 0;
+  for (const hcp_run &run : now.runs) named += run.rows;
+  CHECK_INT(written, named);
   for (const hcp_run &run : now.runs)
     for (int64_t r = 0; r < run.rows; ++r)
       others += now.part[(size_t)(run.row + r)] != run.part ||
@@ -246,15 +252,17 @@ static void check_copied(void) {
 
 /* Whether rows lie in stretches of enough bytes each, on average. */
 static bool is_worth_copies(void) {
-  int64_t stretches = 0, part = -1, part_row = 0;
+  int64_t stretches = 0, part = -1, part_row = 0, row = 0, rows = 0;
   for (const hcp_run &run : now.runs) {
-    stretches += run.part != part || run.part_row != part_row;
+    stretches += run.part != part || run.part_row != part_row || run.row != row;
     part = run.part;
     part_row = run.part_row + run.rows;
+    row = run.row + run.rows;
+    rows += run.rows;
   }
   bool many = CUDART_VERSION >= 12080 && now.driver >= 12080 && !now.captures && now.names_a_stream;
   int64_t least = many ? 1 << 20 : 1 << 24;
-  return stretches > 0 && now.rows * now.row_bytes >= least * stretches;
+  return stretches > 0 && rows * now.row_bytes >= least * stretches;
 }
 
 static void test_rows_are_copied_once_and_after_their_pieces(void) {

@@ -208,6 +208,38 @@ def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
     assert words[2].tolist() == [1 << 32] + [0] * (PIECES - 1)
 
 
+# By a kernel in one launch, in several, and by the copy engine.
+@pytest.mark.parametrize(("pieces", "step", "gap"), [(3, 1666, 7), (500, 10, 1), (3, 5461, 3000)])
+@pytest.mark.parametrize("owners", [1, 2])
+def test_rows_between_those_that_are_read_are_placed_meanwhile(
+    owners: int, pieces: int, step: int, gap: int
+) -> None:
+    words = torch.zeros(owners + 1, PIECES, dtype=torch.int64, device="cuda")
+    words[:owners] = 1 << 32 | 5
+    counts, progress = torch.zeros(owners).long().cuda(), torch.zeros(PIECES, device="cuda").int()
+    staged = [torch.randn(pieces * step, 1024, device="cuda").double() for _ in range(owners)]
+    own = torch.randn(pieces * gap, 1024, device="cuda").double()
+    read_runs = torch.tensor(
+        [(i * (step + gap) + gap, step, i % owners, i * step) for i in range(pieces)]
+    )
+    own_runs = torch.tensor([(i * (step + gap), gap, 0, i * gap) for i in range(pieces)])
+    total = pieces * (step + gap) + 2  # the last rows are nobody's
+    met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(owners)])
+    done = torch.tensor([(words[owners].data_ptr(), 0, 0, 1)])
+    stream = torch.cuda.Stream().cuda_stream
+    out = torch.full((total, 1024), 7.0, device="cuda", dtype=torch.float64)
+    how = met, done, progress, counts, 5, 10**9, torch.zeros(4).long().pin_memory(), stream
+    torch.ops.hcp.read_into(out, staged, read_runs, 1, 0, *how)
+    torch.ops.hcp.place(out, [own], own_runs, 1)
+    torch.ops.hcp.join(out, stream)
+    merged = torch.cat([read_runs, own_runs + torch.tensor([0, 0, owners, 0])])
+    merged = merged[merged[:, 0].argsort()]
+    assert torch.equal(out[:-2], ops.reduce([*staged, own], merged, total - 2))
+    assert (out[-2:] == 7).all()
+    assert words[owners].tolist() == [1 << 32] + [0] * (PIECES - 1)
+    assert not progress.any()
+
+
 @pytest.mark.parametrize("width", [1, 3, 512])
 @pytest.mark.parametrize("rows", [1, 7, 5000])
 def test_messages_arrive_bit_by_bit_in_rows_that_there_are(rows: int, width: int) -> None:

@@ -895,6 +895,24 @@ def test_a_sum_in_turns_is_that_at_once_and_stays_wide(device, dtype, head_dim):
     torch.testing.assert_close(total.flatten(1), at_once)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_are_placed_and_others_stay(device, dtype):
+    parts = [torch.randn(6, 3).to(device, dtype) for _ in range(2)]
+    out = torch.full((9, 6), 7, dtype=dtype, device=device)
+    runs = table((1, 3, 0, 2), (1, 3, 1, 0), (6, 2, 1, 4))
+    torch.ops.hcp.place(out, [*parts, *parts], runs, 2)
+    expected = ops.reduce([*parts, *parts], runs, 9, columns=2)
+    expected[[0, 4, 5, 8]] = 7
+    assert torch.equal(out, expected)
+    for wrong, message in [
+        (out[:, :5], r"out has shape \(9, 5\), expected \(any, 6\)"),
+        (out[:7], r"runs\[2\] is 2 rows from row 6, expected inside the result's 7 rows"),
+        (out[:1].expand(9, 6), "out has rows 0 bytes apart"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.hcp.place(wrong, [*parts, *parts], runs, 2)
+
+
 def test_wrong_totals_are_refused(device):
     outs, lses = random_parts([4], 2, 3, seed=1, dtype=torch.bfloat16, device=device)
     runs, layer = table((0, 4, 0, 0)), torch.ops.hcp

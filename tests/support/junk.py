@@ -95,6 +95,14 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
             *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
             *([x], runs, 4, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
         ),
+        "read_into": (
+            *(torch.randn(4, 3), [x], runs, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
+        ),
+        "stage_and_read_into": (
+            *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
+            *(torch.randn(4, 3), [x], runs, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
+        ),
+        "place": (torch.randn(4, 3), [x], runs, 1),
         "join": (x, 0),
         "nccl_exchange": (
             *(x, records(words=3), grad, records(words=3), 0, torch.zeros(6).long(), 0, 0, 0),

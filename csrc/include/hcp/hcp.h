@@ -1320,21 +1320,25 @@ hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kerne
  *                 columns of a neighbour's heads, by the neighbour's number
  *   READERS       (peer): the ranks that read them, ascending
  *   OWNERS        (peer, all rows that it stages): the ranks that this one reads from, ascending
- *   READ_RUNS     rows in token order <- this rank's own rows, then those owners
+ *   READ_RUNS     rows in token order <- those owners' rows
+ *   OWN_RUNS      rows in token order <- this rank's own rows
  *   BACK_STAGED_RUNS  staged rows <- the one part of rows in token order
  *   BACK_READERS
  *   BACK_OWNERS
- *   BACK_READ_RUNS  the blocks <- this rank's own rows in token order, then those owners */
+ *   BACK_READ_RUNS  the blocks <- those owners' rows
+ *   BACK_OWN_RUNS   the blocks <- this rank's own rows in token order */
 #define HCP_HEADS_SECTIONS(X) \
   X(SIZES, 4)                 \
   X(STAGED_RUNS, 4)           \
   X(READERS, 1)               \
   X(OWNERS, 2)                \
   X(READ_RUNS, 4)             \
+  X(OWN_RUNS, 4)              \
   X(BACK_STAGED_RUNS, 4)      \
   X(BACK_READERS, 1)          \
   X(BACK_OWNERS, 2)           \
-  X(BACK_READ_RUNS, 4)
+  X(BACK_READ_RUNS, 4)        \
+  X(BACK_OWN_RUNS, 4)
 
 enum {
 #define HCP_HEADS_ENUM(name, width) HCP_HEADS_##name,

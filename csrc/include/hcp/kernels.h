@@ -160,6 +160,9 @@ void hcp_cpu_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column out);
  * no run names stay as they are, and sum->rows is not read. */
 void hcp_cpu_reduce_on(const hcp_sum *sum, hcp_column total);
 
+/* Reduce without a cast into the rows that runs name. The others keep what they hold. */
+void hcp_cpu_place(const hcp_sum *sum, hcp_column out);
+
 /* As hcp_cpu_reduce without a cast, and the first `rotated` columns, of whole heads each, are
  * turned before they are rounded: a gradient of rotated rows is summed and turned back in one pass.
  */
@@ -211,6 +214,8 @@ hcp_status hcp_cuda_reduce(const hcp_sum *sum, const hcp_cast *cast, hcp_column 
                            hcp_error *err);
 
 hcp_status hcp_cuda_reduce_on(const hcp_sum *sum, hcp_column total, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_place(const hcp_sum *sum, hcp_column out, void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce_rotated(const hcp_sum *sum, const hcp_rotation *rotation,
                                    int32_t rotated, hcp_column out, void *stream, hcp_error *err);
@@ -294,6 +299,7 @@ typedef struct hcp_staged {
   int32_t next; /* signal whose peer's rows are copied first */
   int32_t first;
   const int64_t *part_rows;
+  int32_t keeps; /* 1: as hcp_cuda_place; 0: rows that no run names become zeros */
 } hcp_staged;
 
 /* Count one more by each signal, and write its first words, visible to all devices after
