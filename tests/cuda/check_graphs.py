@@ -120,10 +120,10 @@ def check_refusals(groups: hcp.ProcessGroups) -> int:
         ("captures the first call of its kind", lambda: fixed.attention(*rows))
     ]
     if groups.transport.name == "peer":
-        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=["a2a"])
-        own = [torch.zeros(cp.rows, ranks, 64, device="cuda").bfloat16() for _ in range(3)]
-        cp.attention(*own)
-        cases.append(("captures rows that ranks send each other", lambda: cp.attention(*own)))
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        own = torch.zeros(cp.rows, 64, device="cuda")
+        cp.roll_tensor(own)
+        cases.append(("captures rows that ranks send each other", lambda: cp.roll_tensor(own)))
     for words, call in cases:
         torch.cuda.synchronize()
         said = "nothing"
