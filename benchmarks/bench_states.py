@@ -464,7 +464,7 @@ class Delta(Layer):
 
     @property
     def row_work(self) -> int:  # type: ignore[override]
-        return delta_work(self.args.heads, self.args.state_dim)
+        return delta_work(self.args.heads, self.args.state_dim, self.args.head_dim)
 
 
 LAYERS: dict[str, type[Layer]] = {"mamba": Mamba, "delta": Delta}

@@ -74,14 +74,18 @@ def scan_mamba(
 
 def mamba_work(heads: int, size: int, states: int, products: int = 1) -> int:
     """Give `row_work` of `cp.scan.choose`, of Mamba-2: `products` of rows and states in PyTorch."""
-    rows = heads * size
-    own = 2 * rows * states // OPERATIONS_OF_TORCH + 4 * rows * PASSES // LOCAL_BYTES
-    return products * own
+    return products * _product_work(heads * size, states)
 
 
-def delta_work(heads: int, keys: int) -> int:
-    """Give it of the delta rule, which runs on K columns more."""
-    return 2 * heads * keys * (3 * keys + 2 * CHUNK) // OPERATIONS_OF_KERNELS
+def delta_work(heads: int, keys: int, size: int) -> int:
+    """Give it of the delta rule: the rule on K columns more, and a product of rows and states in
+    PyTorch, K x V."""
+    columns = 2 * heads * keys * (3 * keys + 2 * CHUNK) // OPERATIONS_OF_KERNELS
+    return columns + _product_work(heads * size, keys)
+
+
+def _product_work(rows: int, states: int) -> int:
+    return 2 * rows * states // OPERATIONS_OF_TORCH + 4 * rows * PASSES // LOCAL_BYTES
 
 
 OPERATIONS_OF_KERNELS = 300
@@ -132,7 +136,7 @@ def delta_rule(
         row_bytes=heads * (2 * keys + 2 * width) * value.element_size() + rows,
         state_bytes=heads * keys * (keys + width) * wide,
         exchanges=3,
-        row_work=delta_work(heads, keys),
+        row_work=delta_work(heads, keys, width),
     )
     given = rule, query, key, value, gates, options
     if cp.degree <= 1:  # spans are stretches
