@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils.fsdp_utils import enable_fsdp_ram_efficient_loading
 from datasets import Dataset, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig
@@ -65,12 +66,27 @@ def config_of(args: argparse.Namespace) -> Any:
 
 
 def model_of(args: argparse.Namespace, config: Any) -> Any:
-    """Weights are float32: FSDP2 shards them, and gathers them in bfloat16 on GPUs."""
-    if not args.layers:
-        return AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32)
-    torch.manual_seed(args.seed)
-    with torch.device("cuda" if ON_GPUS else "cpu"):  # drawn in seconds, not in minutes
-        return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
+    """Weights are float32: FSDP2 shards them, and gathers them in bfloat16 on GPUs. Of those that
+    are read the first rank of each host alone holds values; rank 0 sends each its shards."""
+    dtype = torch.get_default_dtype()
+    if args.layers:
+        torch.manual_seed(args.seed)
+        with torch.device("cuda" if ON_GPUS else "cpu"):  # drawn in seconds, not in minutes
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    waits = fsdp_is_on(args) and int(os.environ.get("LOCAL_RANK", 0)) > 0
+    place = {"device_map": "meta"} if waits else {}
+    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=dtype, **place)
+    return without_values(model) if waits else model
+
+
+def without_values(model: Any) -> Any:
+    """Give weights on the device meta memory that nobody touches, so that it stays virtual.
+    Accelerate tells the weights of an optimizer apart by addresses, and on meta there are none."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
+    model.tie_weights()
+    return model
 
 
 def texts_of(path: str) -> Dataset:
@@ -139,17 +155,25 @@ def chosen(args: argparse.Namespace, config: Any) -> memory.Forecast:
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def sharded(layer_class: str, offload: bool) -> dict[str, Any]:
+def fsdp_is_on(args: argparse.Namespace) -> bool:
+    return bool(ON_GPUS or args.fsdp)
+
+
+def sharded(args: argparse.Namespace, layer_class: str) -> dict[str, Any]:
     """FSDP2, each layer a group of its own."""
+    offload = args.offload_state
     fsdp: Any = True
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 12):  # then it wants words
         fsdp = "full_shard auto_wrap" + " offload" * offload
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": [layer_class]}
+    if not args.layers:
+        enable_fsdp_ram_efficient_loading()  # which Transformers asks for when it reads weights
+        wrap |= {"cpu_ram_efficient_loading": True}
     return {"fsdp": fsdp, "fsdp_config": wrap | {"cpu_offload": offload}}
 
 
 def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
-    shards = sharded(layer_class, args.offload_state) if ON_GPUS or args.fsdp else {}
+    shards = sharded(args, layer_class) if fsdp_is_on(args) else {}
     return SFTConfig(
         output_dir=args.output,
         max_steps=args.steps,
@@ -197,10 +221,11 @@ def trainer_of(args: argparse.Namespace, prepare: Any = lambda: None) -> SFTTrai
     texts = texts_of(args.data)
     dataset = joined(texts, tokenizer, args.max_length) if args.join else texts
     held_out = dataset.select(range(args.held_out)) if args.held_out else None
+    with torch.device("meta"):
+        layer_class = type(memory.layers_of(AutoModelForCausalLM.from_config(config))[0]).__name__
+    sft = sft_config(args, layer_class)
     model = model_of(args, config)
     applied = memory.apply(model, forecast.choice)
-    layer_class = type(memory.layers_of(model)[0]).__name__
-    sft = sft_config(args, layer_class)
     prepare()
     trainer = SFTTrainer(
         model,

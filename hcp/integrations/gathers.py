@@ -26,6 +26,18 @@ def weights_stay(accelerator: Any) -> bool:
     return version == 2 and getattr(plugin, "reshard_after_forward", True) is False
 
 
+def weights_come_later(accelerator: Any) -> bool:
+    """Whether rank 0 alone has the weights, until the Accelerator's FSDP2 shards them."""
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    later = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
+    return later and getattr(plugin, "fsdp_version", 1) == 2
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards the model's weights."""
+    return bool(_sharded(model))
+
+
 def gathered_once(accelerator: Any, model: nn.Module, step: Step) -> MicroBatches:
     """Yield the micro-batches of a step under FSDP2 that does not reshard after forward. Gradients
     are reduced in the last one only.

@@ -107,10 +107,10 @@ def run(rank, size, argv, world=2):
     )
 
 
-def plain_losses(folder, steps):
+def plain_losses(folder, steps, *more):
     """Of Transformers' model alone, without hcp, on whole sequences of a global batch of two."""
     module = example("long_sft")
-    args = module.parse_args(options(folder, "unused"))
+    args = module.parse_args(options(folder, "unused", *more))
     torch.set_default_dtype(torch.float64)
     try:
         config = module.config_of(args)
@@ -162,6 +162,45 @@ def test_under_fsdp2_with_evaluation_and_resume(folder, tmp_path):
         if SHARDED_OPTIMIZERS_RESUME:
             assert evaluated2 == pytest.approx(evaluated, abs=1e-5)
         assert len(evaluated) == 1
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """The same with weights."""
+    import transformers
+
+    made = tmp_path_factory.mktemp("trained")
+    shutil.copytree(folder, made, dirs_exist_ok=True)
+    torch.manual_seed(11)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
+    return made
+
+
+def run_reading(rank, size, argv):
+    """The losses, and whether this rank has read weights."""
+    import transformers
+
+    read, from_pretrained = [], transformers.AutoModelForCausalLM.from_pretrained
+
+    def watched(*given, **named):
+        model = from_pretrained(*given, **named)
+        read.extend(not parameter.is_meta for parameter in model.parameters())
+        return model
+
+    with mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", watched):
+        losses, *_ = run(rank, size, argv)
+    return losses, set(read)
+
+
+def test_rank_0_alone_reads_weights_and_all_train_on_them(trained, tmp_path):
+    whole = ["--layers", "0"]
+    expected = plain_losses(trained, 3, *whole)
+    argv = options(trained, tmp_path, "--fsdp", "--device-gib", "0.01", *whole)
+    (first, read_first), (second, read_second) = run_ranks(2, run_reading, argv)
+    assert first == pytest.approx(expected, abs=1e-6)
+    assert second == pytest.approx(expected, abs=1e-6)
+    assert (read_first, read_second) == ({True}, {False})
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -2059,6 +2059,41 @@ def losses_and_gradients(rank, size, sharded, returned=torch.bfloat16, hooked=No
     return cp.combine(losses.detach()), grads
 
 
+def register_when_sharded_in_16_bits(rank, size):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model, narrow = build("llama"), torch.bfloat16
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=narrow, output_dtype=narrow))
+    with torch.autocast("cpu", narrow):
+        register_hcp_attention(model)
+    return model.config._attn_implementation
+
+
+def test_a_model_that_is_sharded_in_16_bits_passes_the_probe():
+    """FSDP2 rounds the loss that is compared."""
+    assert run_ranks(2, register_when_sharded_in_16_bits) == ["hcp"] * 2
+
+
+def evaluate_before_training(rank, size, folder):
+    as_torchrun(size)
+    with contextlib.ExitStack() as stack:
+        config = SHARDED["fsdp_config"] | {"cpu_ram_efficient_loading": True}
+        prepare = partial(stack.enter_context, fsdp_on_cpus())
+        options = SHARDED | {"fsdp_config": config, "max_steps": 1, "limit": 52}
+        trainer = make_trainer(size, folder, prepare=prepare, **options)
+        with pytest.raises(ValueError, match=r"rank 0 alone has its weights"):
+            trainer.evaluate()
+        trainer.train()
+        return trainer.evaluate()["eval_loss"]
+
+
+def test_weights_of_rank_0_are_sharded_before_they_are_compared(tmp_path):
+    first, second = run_ranks(2, evaluate_before_training, tmp_path)
+    assert first == second
+
+
 def doubled(head, given, out):
     return 2 * out
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hcp.integrations.transformers.masks import masks_of
@@ -200,7 +201,9 @@ def documents_to_compare(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor
     ordinary = (word for word in range(words // 4, words) if word not in special)
     chosen = list(itertools.islice(ordinary, _TOKENS + _OTHERS)) or [0]
     cycled = itertools.islice(itertools.cycle(chosen), _TOKENS + _OTHERS)
-    tokens = torch.tensor(list(cycled), device=weight.device)
+    # FSDP2 computes on the mesh's device, also where its shards lie on the host.
+    device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+    tokens = torch.tensor(list(cycled), device=device)
     return tokens[:_TOKENS], (tokens[_TOKENS : _TOKENS + 3], tokens[_TOKENS + 3 :])
 
 
@@ -273,7 +276,8 @@ def _check_loss(model: nn.Module, output: Any, document: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"{type(model).__name__} gives no loss for labels, expected it to")
     apart = abs(float(loss) - float(expected))
-    if apart > _ROUNDING_OF_LOSSES * max(1.0, abs(float(expected))):
+    rounding = max(_ROUNDING_OF_LOSSES, torch.finfo(loss.dtype).eps)  # 16 bits under FSDP2
+    if apart > rounding * max(1.0, abs(float(expected))):
         raise ValueError(
             f"{type(model).__name__}'s own loss of {len(document)} tokens is {float(loss):.5f}, "
             f"expected {float(expected):.5f}, the cross entropy of the next tokens: hcp trains on "

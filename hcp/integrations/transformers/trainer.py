@@ -23,7 +23,12 @@ from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import causal_lm_samples
-from hcp.integrations.gathers import gathered_once, weights_stay
+from hcp.integrations.gathers import (
+    gathered_once,
+    is_sharded,
+    weights_come_later,
+    weights_stay,
+)
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -128,8 +133,11 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         register = register_for_images if images else register_hcp_attention
         if images:
             _check_images(self)
-        with self.accelerator.autocast():
-            register(self.model, fused_rope=fused_rope)
+        self._to_register: Callable[[], None] | None = partial(
+            register, self.model, fused_rope=fused_rope
+        )
+        if not weights_come_later(self.accelerator):
+            self._register()
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size, self.args.device)
@@ -148,6 +156,19 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         own = partial(image_samples, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
         self.add_callback(LoaderPosition())
+
+    def _register(self) -> None:
+        """Set the model's attention, once: where rank 0 alone has read the weights, when they are
+        sharded, before the first step."""
+        if self._to_register is not None:
+            if weights_come_later(self.accelerator) and not is_sharded(self.model):
+                raise ValueError(
+                    "fsdp_config has cpu_ram_efficient_loading and the model is not sharded yet, "
+                    "expected train() before evaluate() or predict(): rank 0 alone has its weights"
+                )
+            with self.accelerator.autocast():
+                self._to_register()
+            self._to_register = None
 
     def _coefficient_of_routers(self, given: float) -> float:
         return given
@@ -223,6 +244,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         """Run forward and backward of all micro-batches of a step. Gradients are reduced in the
         last one. Returns the mean loss of the whole batch: the Trainer adds up each rank's own
         value where it does not gather them, such as for `train_loss`."""
+        self._register()
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
@@ -310,6 +332,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
     ) -> EvalLoopOutput:
         """Return the mean loss over the tokens of all samples, equal under every layout. If
         predictions are asked for, every rank gets those of all samples."""
+        self._register()
         model = self.model
         model.eval()
         if hasattr(self.optimizer, "eval"):
