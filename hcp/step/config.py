@@ -45,6 +45,13 @@ NO_WINDOW = (-1, -1)
 
 Value = TypeVar("Value")
 
+_SHORTER = "raise it, use more ranks, or shorten the sequences (too_long='cut' does)"
+_OWN_WORDS = {
+    "max_tokens_per_rank": "max_seqlen_per_dp_cp_rank",
+    "raise either, or split the sequence": _SHORTER,
+}
+"""Of a refusal by :func:`hcp.plan`, and what it is to one who has set these options."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -401,13 +408,10 @@ class Config:
         holding = [d for d in degrees if least_degree(longest, [d], limit, alignment)]
         if memory is not None and holding:
             raise ValueError(_too_many_bytes(longest, holding, memory, alignment))
-        raise ValueError(self._too_many_rows(longest, degrees[-1]))
-
-    def _too_many_rows(self, longest: int, degree: int) -> str:
-        return (
-            f"rows of {longest} tokens on a rank of {degree} ({rows_up_to(longest, degree)})"
-            f" > max_seqlen_per_dp_cp_rank ({self.max_seqlen_per_dp_cp_rank}):"
-            " raise it, use more ranks, or shorten the sequences (too_long='cut' does)"
+        raise ValueError(
+            f"rows of {longest} tokens on a rank of {degrees[-1]}"
+            f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
+            f" {_SHORTER}"
         )
 
     def plan(
@@ -436,11 +440,10 @@ class Config:
         try:
             return self._plan(lengths, ranks, cost, limits)
         except ValueError as error:
-            longest, degrees = max(lengths, default=1), self._degrees(ranks)
-            held = (longest, degrees, self.max_seqlen_per_dp_cp_rank, limits.get("alignment") or 1)
-            if least_degree(*held) is None:
-                raise ValueError(self._too_many_rows(longest, degrees[-1])) from error
-            raise
+            said = str(error)
+            for core, own in _OWN_WORDS.items():
+                said = said.replace(core, own)
+            raise ValueError(said) from None
 
     def _plan(
         self, lengths: Sequence[int], ranks: int, cost: CostModel | None, limits: dict[str, Any]

@@ -462,9 +462,9 @@ def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
 def test_a_plan_of_too_long_a_sequence_is_refused_by_the_name_of_this_option(
     config, aligned, widest
 ):
-    limit = config.max_seqlen_per_dp_cp_rank
     message = (
-        f"rows of 36 tokens on a rank of {widest} .* > max_seqlen_per_dp_cp_rank .{limit}.: rais"
+        rf"lengths\[1\] is 36: the fullest of {widest} ranks .*would hold {36 // widest} rows, "
+        r"expected <= 8 \(max_seqlen_per_dp_cp_rank.*\); raise it, use more ranks, or shorten"
     )
     with pytest.raises(ValueError, match=message):
         config.plan([3, 36], ranks=4, alignment=aligned)
