@@ -82,6 +82,9 @@ static int32_t least_count(const hcp__problem *p) {
   return count < COUNTS ? count : COUNTS;
 }
 
+/* The most micro-batches of one rank that are looked at. */
+static int32_t most_count(const hcp__problem *p) { return p->n < COUNTS ? p->n : COUNTS; }
+
 /* ---- the ramp ---- */
 
 static int64_t ramp_bound(const hcp__problem *p) {
@@ -222,8 +225,9 @@ static int long_refute(const hcp__problem *p, int64_t time, int64_t share) {
 static void fill_end(const hcp__problem *p, int32_t alone, int64_t weight, int64_t *sums) {
   int64_t window = p->limits->pipeline.stages - 1, chunks = chunks_of(p), twice = 1 + (chunks > 1);
   int64_t parts = window * (3 - weight);
+  int32_t count = most_count(p);
   sums[0] = 0;
-  for (int32_t k = 0; k < COUNTS; k++) {
+  for (int32_t k = 0; k < count; k++) {
     int64_t from = k > window ? sums[k - window] : 0; /* where those before it begin */
     int64_t near = k < alone ? 0 : sums[k] - from;
     int64_t sum = sums[k] + (3 * chunks * ONE + twice * weight * near) / parts + 1;
@@ -262,10 +266,10 @@ static int64_t reach_of(int32_t count, int32_t width, const int64_t *front, cons
 static void fill_reaches(const hcp__problem *p, int32_t front_alone, int32_t back_alone,
                          int64_t *reaches) {
   int64_t *front = &reaches[COUNTS + 1], *back = &front[COUNTS + 1];
-  int32_t cut = 0;
+  int32_t cut = 0, most = most_count(p);
   fill_end(p, front_alone, 2, front);
   fill_end(p, back_alone, 1, back);
-  for (int32_t count = 0; count <= COUNTS; count++)
+  for (int32_t count = 0; count <= most; count++)
     reaches[count] = reach_of(count, back_alone, front, back, &cut);
 }
 
@@ -274,7 +278,7 @@ static void fill_reaches(const hcp__problem *p, int32_t front_alone, int32_t bac
 static int64_t most_work(const hcp__problem *p, int64_t time, int32_t least_count,
                          const int64_t *reaches) {
   int64_t most = 0;
-  for (int32_t count = least_count; count <= COUNTS && count <= p->n; count++) {
+  for (int32_t count = least_count, last = most_count(p); count <= last; count++) {
     int64_t left = time - count * p->cost->launch;
     if (left <= most) return most;
     if (!may_have(p, count)) continue;
@@ -318,7 +322,7 @@ static void fill_all_reaches(const hcp__problem *p, int64_t *reaches) {
   if (group < 2 || !is_lockstep(p)) return;
   int64_t *whole = &reaches[3 * ((size_t)COUNTS + 1)];
   fill_reaches(p, group, group, whole);
-  for (int64_t count = 0; count <= COUNTS; count += group) reaches[count] = whole[count];
+  for (int64_t count = 0; count <= most_count(p); count += group) reaches[count] = whole[count];
 }
 
 hcp_status hcp__pipeline_bound(hcp__problem *p, hcp_error *err) {
