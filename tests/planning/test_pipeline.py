@@ -341,6 +341,19 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_group() -> None:
         check_plan(plan)
 
 
+def test_empty_micro_batches_come_after_as_many_as_sequences() -> None:
+    """They cost their host's time, which a pipeline's clock does not know."""
+    data = hcp.plan(
+        [900, 900], ranks=2, max_tokens_per_rank=1000, pipeline_stages=4, virtual_stages=2
+    ).to_dict()
+    groups = [{"first_rank": r, "degree": 1, "sequences": [r]} for r in range(2)]
+    alone = [{"groups": [group]} for group in groups]
+    hcp.Plan.from_dict(data | {"micro_batches": [*alone, {"groups": []}, {"groups": []}]})
+    together = [{"groups": groups}, *({"groups": []} for _ in range(3))]
+    with pytest.raises(ValueError, match=r"micro_batches\[1\] has 0 groups from 2, expected >= 1"):
+        hcp.Plan.from_dict(data | {"micro_batches": together})
+
+
 def test_small_micro_batches_stand_at_both_ends() -> None:
     lengths = [4000] * 24 + [500] * 48
     plan = hcp.plan(

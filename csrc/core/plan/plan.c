@@ -114,11 +114,12 @@ static int may_be_empty(const hcp__draft *draft, const hcp__problem *p) {
   return multiple > 1 && count > p->n && count - p->n < multiple;
 }
 
-/* Groups of a micro-batch: at least one, but for empty ones at the end. */
+/* Groups of a micro-batch: at least one, but for the empty ones at the end, before which there are
+ * as many micro-batches as sequences. */
 static hcp_status check_count(const hcp__draft *draft, int32_t m, const hcp__problem *p,
                               int32_t next_group, hcp_error *err) {
   const hcp_micro_batch *batch = &draft->micro_batches[m];
-  int32_t least = may_be_empty(draft, p) && next_group == draft->group_count ? 0 : 1;
+  int32_t least = may_be_empty(draft, p) && m >= p->n ? 0 : 1;
   if (batch->first_group == next_group && batch->groups >= least &&
       batch->groups <= draft->group_count - next_group)
     return HCP_OK;
