@@ -90,11 +90,16 @@ static int joins(const hcp__waves *w, int32_t b, int64_t rows, int64_t time) {
  * the sequence, -1: none. */
 static int32_t joinable(const hcp__waves *w, int32_t wave, const hcp__option *option) {
   int32_t best = -1, looked = 0;
+  hcp__room *room = &w->rooms[wave];
   /* Groups hold longer sequences, which leave even less. */
   if (2 * option->rows > w->p->capacity + 2 || option->time > w->heights[wave] - option->time)
     return -1;
+  if (room->rows > w->p->capacity - option->rows || room->end > w->heights[wave] - option->time)
+    return -1;
+  *room = (hcp__room){INT64_MAX, INT64_MAX};
   for (int32_t b = w->first_block[wave]; b >= 0 && looked < LOOK; b = w->next_block[b], looked++) {
     const hcp__block *block = &w->blocks->block[b];
+    *room = (hcp__room){hcp__least(room->rows, block->rows), hcp__least(room->end, block->end)};
     if (block->degree != option->degree || !joins(w, b, option->rows, option->time)) continue;
     if (best < 0 || block->end > w->blocks->block[best].end) best = b;
   }
@@ -108,6 +113,7 @@ int32_t hcp__wave_open_group(hcp__waves *w, int32_t wave, int32_t degree) {
   w->blocks->block[b].micro_batch = wave;
   w->next_block[b] = w->first_block[wave];
   w->first_block[wave] = b;
+  w->rooms[wave] = (hcp__room){0, 0};
   return b;
 }
 
@@ -389,6 +395,7 @@ void hcp__wave_reset(hcp__waves *w, int32_t wave, int64_t height) {
   w->heights[wave] = height > 1 ? height : 1;
   w->tops[wave] = 0;
   w->first_block[wave] = -1;
+  w->rooms[wave] = (hcp__room){0, 0};
   w->bin_counts[wave] = -1;
   w->whole[wave] = 0;
   memset(hint(w, wave, 1), 0, HINTS * sizeof *w->first_free);
@@ -494,12 +501,13 @@ static int allocate(hcp__waves *w) {
   w->left = malloc(count * sizeof *w->left);
   w->first_free = malloc(count * HINTS * sizeof *w->first_free);
   w->first_block = malloc(count * sizeof *w->first_block);
+  w->rooms = malloc(count * sizeof *w->rooms);
   w->next_block = malloc(n * sizeof *w->next_block);
   w->bin_counts = malloc(count * sizeof *w->bin_counts);
   w->dust_times = calloc((size_t)w->p->limits->ranks + 1, sizeof *w->dust_times);
   w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
   return w->heights != NULL && w->tops != NULL && w->whole != NULL && w->node_free != NULL &&
-         w->left != NULL && w->first_free != NULL && w->first_block != NULL &&
+         w->left != NULL && w->first_free != NULL && w->first_block != NULL && w->rooms != NULL &&
          w->next_block != NULL && w->bin_counts != NULL && w->dust_times != NULL && w->bins != NULL;
 }
 
@@ -527,6 +535,7 @@ void hcp__waves_destroy(hcp__waves *w) {
   free(w->dust_times);
   free(w->bin_counts);
   free(w->next_block);
+  free(w->rooms);
   free(w->first_block);
   free(w->first_free);
   free(w->left);

@@ -12,6 +12,11 @@ typedef struct hcp__bin {
   int32_t block; /* -1: none yet */
 } hcp__bin;
 
+/* What each of the latest groups of a wave has at least, so that a full wave is not looked at. */
+typedef struct hcp__room {
+  int64_t rows, end;
+} hcp__room;
+
 struct hcp__waves {
   const hcp__problem *p;
   hcp__blocks own, *blocks;
@@ -25,6 +30,7 @@ struct hcp__waves {
   int32_t *left;       /* count: the sum of those */
   int32_t *first_free; /* count * HINTS: nodes before it have fewer ranks free */
   int32_t *first_block, *next_block; /* per wave, latest first */
+  hcp__room *rooms;                  /* per wave */
   hcp__bin *bins;                    /* heaps by fill, one per wave */
   int32_t *bin_counts;               /* per wave, -1: not opened */
   int32_t cursor;                    /* the block to squeeze into next */
