@@ -14,6 +14,10 @@
  * are worth small steps. */
 enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE = 6, WIDE = 3 };
 
+/* The part of its bound, as a divisor, by which static CP may end sooner than the best plan and be
+ * searched as a request of its own would be. */
+enum { PROMISING = 50 };
+
 /* The same up to which large requests of lockstep are searched without single ranks. */
 enum { HUGE = 1 << 18 };
 
@@ -146,6 +150,13 @@ static hcp_status keep_better(best *b, const hcp__problem *strict, int32_t whole
   return status;
 }
 
+int hcp__static_degree(const hcp__problem *p, int32_t degree) {
+  const hcp_limits *limits = p->limits;
+  int32_t least = hcp__leanest(p, &p->kinds[0])->degree;
+  int even = degree == least || limits->ranks % degree == 0 || (degree & (degree - 1)) == 0;
+  return even && degree >= least && hcp__degree_allowed(limits, p->cost, degree);
+}
+
 hcp_status hcp__stricter(const hcp__problem *p, const hcp_limits *limits, hcp__problem *strict,
                          int32_t *exists, hcp_error *err) {
   hcp_error refused = {0}; /* some sequence has no such degree, or does not fit */
@@ -162,7 +173,15 @@ hcp_status hcp__none_of_another(hcp_status status, const hcp_error *failed, hcp_
   return status;
 }
 
-static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, hcp_error *err) {
+/* How much a stricter request gets: a search in few attempts, all that its own request would try,
+ * or the one or the other by what its bound promises. */
+typedef enum much { LITTLE, ALL, PROMISED } much;
+
+static int is_whole(const best *b, const hcp__problem *strict, much x) {
+  return x == ALL || (x == PROMISED && b->makespan - strict->bound > strict->bound / PROMISING);
+}
+
+static hcp_status try_limits(best *b, const hcp_limits *limits, much share, hcp_error *err) {
   const hcp__problem *p = b->p;
   hcp__problem strict;
   int32_t exists;
@@ -172,7 +191,7 @@ static hcp_status try_limits(best *b, const hcp_limits *limits, int32_t whole, h
     status = hcp__bound(&strict, err);
     /* A bound of lockstep is none of the step's clock. */
     if (status == HCP_OK && (strict.bound < b->makespan || limits->sync != p->limits->sync))
-      status = keep_better(b, &strict, whole, err);
+      status = keep_better(b, &strict, is_whole(b, &strict, share), err);
   }
   hcp__problem_release(&strict);
   return status;
@@ -237,7 +256,7 @@ static hcp_status try_degrees(best *b, hcp_error *err) {
   for (int32_t d = least; d <= most && status == HCP_OK; d++) {
     if (!hcp__degree_allowed(b->p->limits, b->p->cost, d)) continue;
     limits.min_degree = limits.max_degree = d;
-    status = try_limits(b, &limits, 1, err);
+    status = try_limits(b, &limits, ALL, err);
   }
   return status;
 }
@@ -248,7 +267,7 @@ static hcp_status try_step(best *b, hcp_error *err) {
   hcp_limits limits = *b->p->limits;
   if (limits.sync == HCP_SYNC_MICRO_BATCH || (is_near(b, FAR) && !is_small(b->p))) return HCP_OK;
   limits.sync = HCP_SYNC_MICRO_BATCH;
-  return try_limits(b, &limits, is_small(b->p), err);
+  return try_limits(b, &limits, is_small(b->p) ? ALL : LITTLE, err);
 }
 
 static hcp_status try_pow2(best *b, int32_t least, hcp_error *err) {
@@ -259,14 +278,14 @@ static hcp_status try_pow2(best *b, int32_t least, hcp_error *err) {
     return HCP_OK;
   limits.pow2 = 1;
   limits.min_degree = least;
-  return try_limits(b, &limits, 0, err);
+  return try_limits(b, &limits, LITTLE, err);
 }
 
 static hcp_status try_least(best *b, int32_t least, hcp_error *err) {
   hcp_limits limits = *b->p->limits;
   if (is_near(b, NEAR) || least > limits.max_degree || least <= limits.min_degree) return HCP_OK;
   limits.min_degree = least;
-  return try_limits(b, &limits, 0, err);
+  return try_limits(b, &limits, LITTLE, err);
 }
 
 /* Ranks that are not full leave sequences of few kinds where they fit better; a rank that does not
@@ -279,19 +298,24 @@ static hcp_status try_memories(best *b, hcp_error *err) {
   for (int32_t eighths = 7; eighths > 4 && status == HCP_OK && !is_near(b, NEAR); eighths--) {
     limits.max_tokens_per_rank = rows / 8 * eighths;
     if (limits.max_tokens_per_rank < 1 || limits.alignment > limits.max_tokens_per_rank) break;
-    status = try_limits(b, &limits, 0, err);
+    status = try_limits(b, &limits, LITTLE, err);
   }
   return status;
 }
 
-/* The degree that the longest sequence needs, for all: static CP, which fills memory evenly. */
+/* One degree for all: static CP, which fills memory evenly. */
 static hcp_status try_static(best *b, hcp_error *err) {
   hcp_limits limits = *b->p->limits;
-  int32_t degree = hcp__leanest(b->p, &b->p->kinds[0])->degree;
-  if (is_near(b, FAR) || degree < limits.min_degree || limits.min_degree == limits.max_degree)
-    return HCP_OK;
-  limits.min_degree = limits.max_degree = degree;
-  return try_limits(b, &limits, 0, err);
+  int32_t most = limits.max_degree;
+  hcp_status status = HCP_OK;
+  if (limits.min_degree == most) return HCP_OK;
+  for (int32_t d = 1; d <= most && status == HCP_OK && !is_near(b, NEAR); d++) {
+    hcp_error failed = {0};
+    if (!hcp__static_degree(b->p, d)) continue;
+    limits.min_degree = limits.max_degree = d;
+    status = hcp__none_of_another(try_limits(b, &limits, PROMISED, &failed), &failed, err);
+  }
+  return status;
 }
 
 /* A rank of its own for each sequence of more than half a rank's rows leaves much of their memory
@@ -334,7 +358,7 @@ static hcp_status try_waiting(best *b, hcp_error *err) {
       is_near(b, FAR) || is_small(b->p) || (int64_t)b->p->n * limits.ranks > LARGE)
     return HCP_OK;
   limits.sync = HCP_SYNC_MICRO_BATCH;
-  hcp_status status = try_limits(b, &limits, 1, &failed);
+  hcp_status status = try_limits(b, &limits, ALL, &failed);
   return hcp__none_of_another(status, &failed, err);
 }
 

@@ -8,18 +8,15 @@
  * So are some without shapes: that of one stage, and those of stricter requests. The best
  * plans of several counts are the finalists: small steps improve them and their orders
  * (waves_polish.c), and the best of them once more. Ranks that do not wait for each other have two
- * more candidates: the plan of one stage by small steps of its own, and that of ranks that wait. */
+ * more candidates: the plan of one stage by small steps of its own, and that of ranks that wait.
+ * At last come plans of one degree, as far as their bounds promise more than the best has. */
 #include <stdlib.h>
 
 #include "plan.h"
 
 enum {
-  ONE = 1024,         /* of a full height */
-  RAMPS = 5,          /* first heights that are tried at either end */
-  SHAPES = 6, /* that are planned, times effort */
-  COUNTS_APART = 8,
+  SHAPES = 6,         /* that are planned, times effort */
   SHAPES_MAX = 48,
-  COUNT_MAX = 96,     /* micro-batches */
   RAISES = 10,        /* of a height until it holds all */
   HALVINGS = 5,       /* of the interval of heights */
   VISITS = 1 << 12,      /* of simulation, to order a candidate, */
@@ -34,14 +31,18 @@ enum {
   FINALISTS = 4 /* plans of different counts that are improved */
 };
 
-static const int32_t ramps[RAMPS] = {ONE, ONE / 2, ONE / 3, ONE / 5, ONE / 8};
-
-/* Micro-batches by height: one at each end, and as much more further on as does
- * not make a stage wait. */
-typedef struct shape {
-  int32_t count, front, back; /* heights of the first and the last */
-  int64_t predicted;
-} shape;
+/* The same of plans of one degree. */
+enum {
+  SMALL = 1 << 9,    /* sequences times ranks up to which every degree gets all attempts, */
+  HUGE = 1 << 18,    /* and from which none is tried */
+  PROMISING = 5,     /* the part of what may be saved, as a divisor, that the bound of the most
+                        promising degree may lose to get them in between */
+  NEAR = 200,        /* the part of its bound, as a divisor, within which no degree is tried */
+  STATIC_SHAPES = 3, /* that are planned, */
+  DOUBT = 5,         /* if they promise to take at most this part, as a shift, longer */
+  STATIC_NEAR = 6,   /* the part of the best, as a shift, within which finalists are improved, */
+  STATIC_APART = 7   /* and the part of the best of them */
+};
 
 typedef struct search {
   const hcp__problem *p;
@@ -51,91 +52,8 @@ typedef struct search {
   hcp__draft found, rounded, ordered; /* a candidate, on its way */
   hcp__draft finalists[FINALISTS];
   int64_t makespans[FINALISTS]; /* INT64_MAX: there is none */
-  int64_t *heights; /* COUNT_MAX */
-  int64_t longest; /* the fastest that the slowest sequence can be */
+  hcp__shapes shapes;
 } search;
-
-/* ---- shapes ---- */
-
-/* What each place may have of a full height; returns their sum. */
-static int64_t profile(const hcp__problem *p, const shape *x, int64_t *heights) {
-  int64_t ahead = p->limits->pipeline.stages - 1, sum = 0;
-  for (int32_t m = 0; m < x->count; m++) {
-    int64_t height = x->front + 2 * sum / ahead;
-    heights[m] = height < ONE ? height : ONE;
-    sum += heights[m];
-  }
-  sum = 0;
-  for (int32_t m = x->count - 1; m >= 0; m--) {
-    int64_t height = x->back + sum / (2 * ahead);
-    if (height < heights[m]) heights[m] = height;
-    sum += heights[m];
-  }
-  return sum;
-}
-
-/* Heights of the shape with so much for a full one; the tallest holds any sequence. */
-static void scale(const search *s, const shape *x, int64_t height) {
-  int32_t tallest = 0;
-  profile(s->p, x, s->heights);
-  for (int32_t m = 0; m < x->count; m++) {
-    if (s->heights[m] > s->heights[tallest]) tallest = m;
-    s->heights[m] = hcp__scaled(height, s->heights[m], ONE);
-  }
-  if (s->heights[tallest] < s->longest) s->heights[tallest] = s->longest;
-}
-
-/* A full height by which the shape holds as much work as there is. */
-static int64_t full_height(const search *s, const shape *x) {
-  int64_t share = s->p->least / s->p->limits->ranks, sum = profile(s->p, x, s->heights);
-  int64_t height = hcp__scaled(share, ONE, sum);
-  if (height >= s->longest || sum <= ONE) return height;
-  return hcp__scaled(share > s->longest ? share - s->longest : 0, ONE, sum - ONE);
-}
-
-static hcp_status predict(search *s, shape *x, hcp_error *err) {
-  scale(s, x, full_height(s, x));
-  for (int32_t m = 0; m < x->count; m++) s->heights[m] = hcp__launched(s->p->cost, s->heights[m]);
-  return hcp_pipeline_time(&s->p->limits->pipeline, s->heights, x->count, &x->predicted, err);
-}
-
-/* The ramps that promise most for a count. */
-static hcp_status best_ramps(search *s, int32_t count, shape *best, hcp_error *err) {
-  best->predicted = INT64_MAX;
-  for (int32_t i = 0; i < RAMPS * RAMPS; i++) {
-    shape x = {.count = count, .front = ramps[i / RAMPS], .back = ramps[i % RAMPS]};
-    hcp_status status = hcp__go_on(s->p, err);
-    if (status == HCP_OK) status = predict(s, &x, err);
-    if (status != HCP_OK) return status;
-    if (x.predicted < best->predicted) *best = x;
-  }
-  return HCP_OK;
-}
-
-/* Keeps the shapes that promise most, best first. */
-static void insert(shape *shapes, int32_t *count, int32_t most, shape x) {
-  int32_t i = *count < most ? (*count)++ : most;
-  if (i == most && shapes[most - 1].predicted <= x.predicted) return;
-  if (i == most) i--;
-  for (; i > 0 && shapes[i - 1].predicted > x.predicted; i--) shapes[i] = shapes[i - 1];
-  shapes[i] = x;
-}
-
-/* Counts grow by an eighth at most: one shape for each. */
-static hcp_status choose_shapes(search *s, shape *shapes, int32_t most, int32_t *count,
-                                hcp_error *err) {
-  int32_t multiple = hcp__multiple(&s->p->limits->pipeline), first = hcp__least_count(s->p);
-  int32_t last = s->p->n < COUNT_MAX ? s->p->n : COUNT_MAX;
-  *count = 0;
-  for (int32_t n = (first + multiple - 1) / multiple * multiple; n <= last;
-       n += (n / COUNTS_APART / multiple + 1) * multiple) {
-    shape best = {0};
-    hcp_status status = best_ramps(s, n, &best, err);
-    if (status != HCP_OK) return status;
-    insert(shapes, count, most, best);
-  }
-  return HCP_OK;
-}
 
 /* ---- plans ---- */
 
@@ -177,11 +95,11 @@ static int descending(const void *left, const void *right) {
 }
 
 /* Waves of the shape, with full ones of that height. */
-static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t *fits,
+static hcp_status try_height(search *s, const hcp__shape *x, int64_t height, int32_t *fits,
                              hcp_error *err) {
-  scale(s, x, height);
-  qsort(s->heights, (size_t)x->count, sizeof *s->heights, descending);
-  *fits = hcp__waves_fill(s->waves, x->count, s->heights, &s->blocks);
+  hcp__shape_scale(&s->shapes, x, height);
+  qsort(s->shapes.heights, (size_t)x->count, sizeof *s->shapes.heights, descending);
+  *fits = hcp__waves_fill(s->waves, x->count, s->shapes.heights, &s->blocks);
   hcp_status status = *fits ? hcp__place_waves(s->p, &s->blocks, fits, err) : HCP_OK;
   if (status != HCP_OK || !*fits) return status;
   status = hcp__draft_by_micro_batch(&s->found, &s->blocks, err);
@@ -189,8 +107,8 @@ static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t 
 }
 
 /* The least height that holds all, about. */
-static hcp_status try_shape(search *s, const shape *x, hcp_error *err) {
-  int64_t low = full_height(s, x);
+static hcp_status try_shape(search *s, const hcp__shape *x, hcp_error *err) {
+  int64_t low = hcp__shape_height(&s->shapes, x);
   int64_t high = hcp__sum(low, low / 16 + 1);
   int32_t fits = 0;
   hcp_status status = HCP_OK;
@@ -210,11 +128,18 @@ static hcp_status try_shape(search *s, const shape *x, hcp_error *err) {
   return status;
 }
 
-static hcp_status try_shapes(search *s, hcp_error *err) {
-  shape shapes[SHAPES_MAX];
-  int32_t count, most = s->effort < SHAPES_MAX / SHAPES ? SHAPES * s->effort : SHAPES_MAX;
-  hcp_status status = choose_shapes(s, shapes, most, &count, err);
-  for (int32_t i = 0; i < count && status == HCP_OK; i++) status = try_shape(s, &shapes[i], err);
+/* Plans the shapes that promise most, so many for each effort. *worth is 0, and none is planned,
+ * where all promise to end long after limit. */
+static hcp_status try_shapes(search *s, int32_t each, int64_t limit, int32_t *worth,
+                             hcp_error *err) {
+  hcp__shape shapes[SHAPES_MAX];
+  int32_t count, most = s->effort < SHAPES_MAX / each ? each * s->effort : SHAPES_MAX;
+  *worth = 1;
+  if (s->waves == NULL) return HCP_OK;
+  hcp_status status = hcp__shapes_choose(&s->shapes, most, shapes, &count, err);
+  *worth = count == 0 || shapes[0].predicted - (shapes[0].predicted >> DOUBT) < limit;
+  for (int32_t i = 0; i < count && *worth && status == HCP_OK; i++)
+    status = try_shape(s, &shapes[i], err);
   return status;
 }
 
@@ -291,11 +216,12 @@ static int32_t best_of(const search *s) {
   return least;
 }
 
-/* Improves the finalists; *best is the one that becomes the best, *makespan its time. */
-static hcp_status improve_finalists(search *s, hcp__draft *best, int64_t *makespan,
+/* Improves the finalists that are within a part of the best, a shift; *best is the one that becomes
+ * the best, *makespan its time. */
+static hcp_status improve_finalists(search *s, int32_t part, hcp__draft *best, int64_t *makespan,
                                     hcp_error *err) {
   int32_t least = best_of(s);
-  int64_t most = s->makespans[least] + (s->makespans[least] >> HOPELESS);
+  int64_t most = s->makespans[least] + (s->makespans[least] >> part);
   hcp_status status = HCP_OK;
   for (int32_t i = 0; i < FINALISTS && status == HCP_OK; i++) {
     if (s->makespans[i] > most) continue;
@@ -346,23 +272,12 @@ static hcp_status try_one_stage(search *s, hcp__draft *best, int64_t *makespan, 
   return HCP_OK;
 }
 
-static int64_t longest_of(const hcp__problem *p) {
-  int64_t longest = 0;
-  for (int32_t k = 0; k < p->kind_count; k++) {
-    const hcp__kind *kind = &p->kinds[k];
-    const hcp__choices *all = hcp__choices_of(p, kind);
-    int64_t time = all->options[all->count - 1].time;
-    if (time > longest && !all->pruned) longest = time;
-  }
-  return longest;
-}
-
 static hcp_status try_all(search *s, hcp__draft *best, int64_t *makespan, hcp_error *err) {
-  s->longest = longest_of(s->p);
+  int32_t worth;
   hcp_status status = keep(s, VISITS, err); /* what the search found */
   if (status == HCP_OK) status = try_all_stricter(s, err);
-  if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
-  if (status == HCP_OK) status = improve_finalists(s, best, makespan, err);
+  if (status == HCP_OK) status = try_shapes(s, SHAPES, INT64_MAX, &worth, err);
+  if (status == HCP_OK) status = improve_finalists(s, HOPELESS, best, makespan, err);
   return status == HCP_OK ? try_one_stage(s, best, makespan, err) : status;
 }
 
@@ -375,16 +290,13 @@ static hcp_status search_init(search *s, hcp_error *err) {
     if (status == HCP_OK) status = hcp__draft_init_for(&s->finalists[i], s->p, err);
   }
   /* Ranks beyond this have more waves than are worth their scratch. */
-  if (status == HCP_OK && (int64_t)s->p->limits->ranks * COUNT_MAX <= 1 << 24)
-    status = hcp__waves_create(s->p, COUNT_MAX, &s->waves, err);
-  s->heights = malloc((COUNT_MAX + 1) * sizeof *s->heights);
-  if (status == HCP_OK && s->heights == NULL)
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d heights", COUNT_MAX);
-  return status;
+  if (status == HCP_OK && (int64_t)s->p->limits->ranks * HCP_SHAPE_MAX <= 1 << 24)
+    status = hcp__waves_create(s->p, HCP_SHAPE_MAX, &s->waves, err);
+  return status == HCP_OK ? hcp__shapes_init(&s->shapes, s->p, err) : status;
 }
 
 static void search_release(search *s) {
-  free(s->heights);
+  hcp__shapes_release(&s->shapes);
   hcp__waves_destroy(s->waves);
   for (int32_t i = 0; i < FINALISTS; i++) hcp__draft_release(&s->finalists[i]);
   hcp__draft_release(&s->ordered);
@@ -407,6 +319,9 @@ static hcp_status plan_once(const hcp__problem *p, int32_t effort, hcp__draft *d
 
 static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *draft,
                           int64_t *makespan, hcp_error *err);
+
+static hcp_status try_degrees(const hcp__problem *p, int32_t effort, hcp__draft *best,
+                              int64_t *makespan, hcp_error *err);
 
 /* The plan of the waiting problem, ordered by the clock of p: the better of it and *best. */
 static hcp_status keep_waiting(const hcp__problem *p, hcp__problem *waiting, int32_t effort,
@@ -448,7 +363,124 @@ static hcp_status plan_at(const hcp__problem *p, int32_t effort, hcp__draft *dra
                           int64_t *makespan, hcp_error *err) {
   hcp_status status = hcp__plan_search(p, effort, 0, draft, err);
   if (status == HCP_OK) status = plan_once(p, effort, draft, makespan, err);
-  return status == HCP_OK ? try_waiting(p, effort, draft, makespan, err) : status;
+  if (status == HCP_OK) status = try_waiting(p, effort, draft, makespan, err);
+  return status == HCP_OK ? try_degrees(p, effort, draft, makespan, err) : status;
+}
+
+/* ---- static CP ---- */
+
+/* A plan of one degree, which is improved where it comes near the best. */
+static hcp_status try_static(const hcp__problem *p, const hcp__problem *strict, int32_t effort,
+                             hcp__draft *best, int64_t *makespan, hcp_error *err) {
+  search s = {.p = strict, .effort = effort};
+  hcp__draft improved = {0};
+  int64_t time;
+  int32_t worth = 0;
+  hcp_status status = hcp__draft_init_for(&s.found, p, err);
+  if (status == HCP_OK) status = search_init(&s, err);
+  if (status == HCP_OK) status = try_shapes(&s, STATIC_SHAPES, *makespan, &worth, err);
+  if (status == HCP_OK && worth) status = hcp__plan_search(strict, effort, 1, &s.found, err);
+  if (status == HCP_OK && worth) status = keep(&s, VISITS, err);
+  if (status == HCP_OK && worth &&
+      s.makespans[best_of(&s)] - *makespan <= *makespan >> STATIC_NEAR) {
+    status = improve_finalists(&s, STATIC_APART, &improved, &time, err);
+    if (status == HCP_OK && time < *makespan) {
+      *makespan = time;
+      swap(&improved, best);
+    }
+  }
+  search_release(&s);
+  hcp__draft_release(&improved);
+  return status;
+}
+
+/* All that a request of the strict problem would try, but that of ranks that wait: p has it. */
+static hcp_status keep_whole(const hcp__problem *p, const hcp__problem *strict, int32_t effort,
+                             hcp__draft *best, int64_t *makespan, hcp_error *err) {
+  hcp__draft found;
+  int64_t time;
+  hcp_status status = hcp__draft_init(&found, p->n, err);
+  if (status == HCP_OK) status = hcp__plan_search(strict, effort, 0, &found, err);
+  if (status == HCP_OK) status = plan_once(strict, effort, &found, &time, err);
+  if (status == HCP_OK && time < *makespan) {
+    *makespan = time;
+    swap(&found, best);
+  }
+  hcp__draft_release(&found);
+  return status;
+}
+
+/* The same request at one degree, with its bound; *exists is 0 where it has no plan. */
+static hcp_status prepare_degree(const hcp__problem *p, int32_t degree, hcp_limits *limits,
+                                 hcp__problem *strict, int32_t *exists, hcp_error *err) {
+  hcp_error failed = {0};
+  *limits = *p->limits;
+  limits->min_degree = limits->max_degree = degree;
+  hcp_status status = hcp__stricter(p, limits, strict, exists, err);
+  if (status != HCP_OK || !*exists) return status;
+  status = hcp__bound(strict, &failed);
+  if (status == HCP_OK) return HCP_OK;
+  *exists = 0;
+  hcp__problem_release(strict);
+  return hcp__none_of_another(status, &failed, err);
+}
+
+/* The degree of the least bound, 0: no degree has a plan. */
+static hcp_status most_promising(const hcp__problem *p, int32_t *degree, hcp_error *err) {
+  int64_t least = INT64_MAX;
+  hcp_status status = HCP_OK;
+  *degree = 0;
+  for (int32_t d = 1; d <= p->limits->max_degree && status == HCP_OK; d++) {
+    hcp_limits limits;
+    hcp__problem strict;
+    int32_t exists;
+    if (!hcp__static_degree(p, d)) continue;
+    status = prepare_degree(p, d, &limits, &strict, &exists, err);
+    if (status != HCP_OK || !exists) continue;
+    if (strict.bound < least) *degree = d;
+    least = hcp__least(least, strict.bound);
+    hcp__problem_release(&strict);
+  }
+  return status;
+}
+
+/* Whether a degree gets all that its own request would try: where there are few sequences, and the
+ * most promising one where its bound loses little of what the best plan may still save. */
+static int is_whole(const hcp__problem *p, const hcp__problem *strict, int32_t first,
+                    int64_t makespan) {
+  int64_t size = (int64_t)p->n * p->limits->ranks;
+  return size <= SMALL || (strict->limits->max_degree == first &&
+                           strict->bound - p->bound < (makespan - p->bound) / PROMISING);
+}
+
+static hcp_status try_degree(const hcp__problem *p, int32_t degree, int32_t first, int32_t effort,
+                             hcp__draft *best, int64_t *makespan, hcp_error *err) {
+  hcp_limits limits;
+  hcp__problem strict;
+  hcp_error failed = {0};
+  int32_t exists;
+  hcp_status status = prepare_degree(p, degree, &limits, &strict, &exists, err);
+  if (status != HCP_OK || !exists) return status;
+  if (*makespan - strict.bound > strict.bound / NEAR)
+    status = is_whole(p, &strict, first, *makespan)
+                 ? keep_whole(p, &strict, effort, best, makespan, &failed)
+                 : try_static(p, &strict, effort, best, makespan, &failed);
+  hcp__problem_release(&strict);
+  return hcp__none_of_another(status, &failed, err);
+}
+
+/* The most promising one comes first: others have to beat it. */
+static hcp_status try_degrees(const hcp__problem *p, int32_t effort, hcp__draft *best,
+                              int64_t *makespan, hcp_error *err) {
+  int32_t most = p->limits->max_degree, first;
+  if (p->limits->min_degree == most || (int64_t)p->n * p->limits->ranks > HUGE) return HCP_OK;
+  hcp_status status = most_promising(p, &first, err);
+  if (status == HCP_OK && first > 0)
+    status = try_degree(p, first, first, effort, best, makespan, err);
+  for (int32_t d = 1; d <= most && status == HCP_OK; d++)
+    if (d != first && hcp__static_degree(p, d))
+      status = try_degree(p, d, first, effort, best, makespan, err);
+  return status;
 }
 
 /* Doubled, so that more effort tries what less does. */

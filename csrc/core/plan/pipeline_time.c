@@ -166,6 +166,11 @@ static hcp_status simulate_times(const hcp__passes *x, const int64_t *times, int
   return HCP_OK;
 }
 
+hcp_status hcp__passes_makespan(const hcp__passes *x, const int64_t *times, int32_t n,
+                                int64_t *makespan, hcp_error *err) {
+  return simulate_times(x, times, n, NULL, makespan, err);
+}
+
 static hcp_status check_times(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
                               hcp_error *err) {
   if (pipeline->stages < 1 || n < 0)

@@ -360,6 +360,10 @@ hcp_status hcp__plan_best(const hcp__problem *problem, int32_t effort, hcp__draf
 hcp_status hcp__stricter(const hcp__problem *problem, const hcp_limits *limits,
                          hcp__problem *strict, int32_t *exists, hcp_error *err);
 
+/* Whether static CP would choose the degree for all sequences: it is the least that holds the
+ * longest, or leaves no rank without a group, or is a power of two (freedom.c). */
+int hcp__static_degree(const hcp__problem *problem, int32_t degree);
+
 /* What came of another request: that its times do not fit in 63 bits is no error of this one. */
 hcp_status hcp__none_of_another(hcp_status status, const hcp_error *failed, hcp_error *err);
 
@@ -495,7 +499,7 @@ hcp_status hcp__polish_blocks(const hcp__problem *problem, const hcp__draft *fro
                               int32_t effort, int32_t share, int32_t warm, hcp__blocks *blocks,
                               hcp_error *err);
 
-/* ---- Pipelines (pipeline_time.c, pipeline_order.c, pipeline_search.c) ---- */
+/* ---- Pipelines (pipeline_time.c, pipeline_order.c, pipeline_shapes.c, pipeline_search.c) ---- */
 
 /* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
 int32_t hcp__multiple(const hcp_pipeline *pipeline);
@@ -523,6 +527,10 @@ void hcp__passes_release(hcp__passes *passes);
 int64_t hcp__passes_time(const hcp__passes *passes, const int64_t *times, const int32_t *order,
                          int32_t count, int64_t *ends);
 
+/* The same of n micro-batches in their order, for any times. */
+hcp_status hcp__passes_makespan(const hcp__passes *passes, const int64_t *times, int32_t n,
+                                int64_t *makespan, hcp_error *err);
+
 /* What the groups take, or under HCP_SYNC_MICRO_BATCH the micro-batches: times
  * has room for either. */
 hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *problem, int64_t *times,
@@ -547,6 +555,30 @@ hcp_status hcp__draft_round_up(hcp__draft *from, const hcp__problem *problem, hc
  * improved by swaps that take at most budget passes of simulation. */
 hcp_status hcp__draft_order(const hcp__draft *from, const hcp__problem *problem, int64_t budget,
                             hcp__draft *to, int64_t *makespan, hcp_error *err);
+
+/* Micro-batches by height: one at each end, and as much more further on as does not make a stage
+ * wait. */
+enum { HCP_SHAPE_MAX = 96 };
+typedef struct hcp__shape {
+  int32_t count, front, back; /* HCP_SHAPE_MAX at most; heights of the first and the last */
+  int64_t predicted;          /* its makespan if work could be cut at will */
+} hcp__shape;
+
+typedef struct hcp__shapes {
+  const hcp__problem *p;
+  int64_t longest;  /* the fastest that the slowest sequence can be */
+  int64_t *heights; /* scratch: HCP_SHAPE_MAX */
+} hcp__shapes;
+
+hcp_status hcp__shapes_init(hcp__shapes *shapes, const hcp__problem *problem, hcp_error *err);
+void hcp__shapes_release(hcp__shapes *shapes);
+/* The shapes that promise most, at most so many, best first. */
+hcp_status hcp__shapes_choose(const hcp__shapes *shapes, int32_t most, hcp__shape *chosen,
+                              int32_t *count, hcp_error *err);
+/* Fills shapes->heights, with so much for a full one; the tallest holds any sequence. */
+void hcp__shape_scale(const hcp__shapes *shapes, const hcp__shape *shape, int64_t height);
+/* A full height by which the shape holds as much work as there is. */
+int64_t hcp__shape_height(const hcp__shapes *shapes, const hcp__shape *shape);
 
 /* Makes *draft the best plan found for the problem's pipeline. */
 hcp_status hcp__plan_pipeline(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
