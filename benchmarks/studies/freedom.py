@@ -115,6 +115,13 @@ def stricter(seed: int, request: Request) -> Iterator[tuple[str, Request]]:
         yield "micro_batch", {"sync": "micro_batch"}
 
 
+def degrees(request: Request) -> Iterator[Request]:
+    """Yield static CP: one degree for all, every one that leaves no rank without a group."""
+    for degree in range(1, request["ranks"] + 1):
+        if request["ranks"] % degree == 0:
+            yield {"min_degree": degree, "max_degree": degree}
+
+
 def by_the_clock_of(request: Request, plan: Plan) -> int:
     """Return the makespan of a plan under the sync of a request."""
     if plan.sync == request["sync"]:
@@ -133,6 +140,12 @@ def compare(seed: int) -> Iterator[tuple[str, float]]:
         with contextlib.suppress(ValueError):
             made = hcp.plan(**(request | change))
             yield name, own.makespan / by_the_clock_of(request, made)
+    static = []
+    for change in degrees(request):
+        with contextlib.suppress(ValueError):
+            static.append(hcp.plan(**(request | change)).makespan)
+    if static:
+        yield "static CP", own.makespan / min(static)
 
 
 def main() -> None:
