@@ -198,6 +198,36 @@ def test_scaled_rotary_embedding_is_that_of_whole_sequences(kind, rope_type):
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
 
 
+def test_transformers_does_not_look_for_documents_that_the_layout_has(monkeypatch):
+    """It would wait for all that a GPU has to do. Calls without hcp look for them as before."""
+    from transformers import masking_utils
+
+    from hcp.integrations.transformers import model as calls
+    from hcp.integrations.transformers import own_attention, register_hcp_attention
+
+    model = build("qwen3")
+    register_hcp_attention(model)
+    found = []
+    search = masking_utils.find_packed_sequence_indices
+    search = getattr(search, "__wrapped__", search)  # of Transformers itself
+    watched = mock.Mock(side_effect=lambda positions: found.append(positions) or search(positions))
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", watched)
+    calls._wrap_search.cache_clear()
+    plan = hcp.plan([5, 3], ranks=1, max_tokens_per_rank=8)
+
+    def work(groups):
+        ((cp, local),) = hcp.dispatch(plan, documents([5, 3]), [0, 0], groups)
+        return calls.causal_lm_outputs(model, cp, local).logits, calls.model_inputs(cp, local)
+
+    ((logits, inputs),) = hcp.loopback(1, work)
+    assert len(found) == 0
+    del inputs["cp"]
+    with own_attention(model) as own:  # only the search keeps documents apart
+        assert torch.allclose(own(**inputs).logits, logits, atol=1e-5)
+    assert len(found) == 1
+    calls._wrap_search.cache_clear()
+
+
 def warnings_of_positions(model, caplog, monkeypatch):
     from hcp.integrations.transformers import register_hcp_attention, trained_positions
     from hcp.integrations.transformers.model import causal_lm_outputs

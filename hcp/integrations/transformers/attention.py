@@ -305,7 +305,8 @@ def hcp_attention(
         softcap=softcap or 0.0,
         dropout_p=dropout,
         rotary_pos_emb=rotary,
-        layer=_layer_of(module),
+        # In a compiled model none: it would be compiled anew for each.
+        layer=None if torch.compiler.is_dynamo_compiling() else getattr(module, "layer_idx", None),
     )
     return _padded(out, query.shape[2])
 
@@ -393,11 +394,6 @@ def _mask_of(
             "hcp.plan(masks=)"
         )
     return kind if kind in cp.plan.masks else None
-
-
-def _layer_of(module: torch.nn.Module) -> int | None:
-    """Return a layer's number. None in a compiled model, which would be compiled anew for each."""
-    return None if torch.compiler.is_dynamo_compiling() else getattr(module, "layer_idx", None)
 
 
 def _refuse(

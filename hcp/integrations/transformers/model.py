@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from transformers import masking_utils
 
 from hcp._words import GradReduce
 from hcp.integrations.barrier import warn_of_the_barrier
@@ -54,14 +57,44 @@ def causal_lm_outputs(
     `model_inputs`."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
+    whole: Any = _unwrapped(model)
     if AXES not in local:
-        warn_of_positions(_unwrapped(model).config, cp)
-    elif not has_axes(_unwrapped(model)):
+        most = getattr(whole.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(most, int) and max(cp.layout.lengths, default=0) > most:
+            warn_of_positions(whole.config, cp)
+    elif not has_axes(whole):
         raise ValueError(
             f"the samples have {AXES!r}, positions of three axes, expected a model of one of "
             f"{sorted(OF_AXES)}: give {type(model).__name__} the position_ids that count tokens"
         )
-    return model(**(model_inputs(cp, local) if inputs is None else inputs))
+    _wrap_search()
+    _here.skips_search = not whole.config.sub_configs  # parts such as an encoder search as before
+    try:
+        return model(**(model_inputs(cp, local) if inputs is None else inputs))
+    finally:
+        _here.skips_search = False
+
+
+_here = threading.local()
+
+
+@functools.cache
+def _wrap_search() -> None:
+    """Let Transformers not look for packed documents in the position ids of a model that is called
+    with a handler, once in a process: the layout says where they lie. The host would wait for all
+    that a GPU has to do, which then is idle until the next kernels are there."""
+    search: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if search is None:
+        return
+
+    @functools.wraps(search)
+    def searched(position_ids: Tensor) -> Tensor | None:
+        if not torch.compiler.is_compiling() and getattr(_here, "skips_search", False):
+            return None
+        found: Tensor | None = search(position_ids)
+        return found
+
+    masking_utils.find_packed_sequence_indices = searched
 
 
 def causal_lm_losses(

@@ -244,7 +244,8 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         """Run forward and backward of all micro-batches of a step. Gradients are reduced in the
         last one. Returns the mean loss of the whole batch: the Trainer adds up each rank's own
         value where it does not gather them, such as for `train_loss`."""
-        self._register()
+        if self._to_register is not None:
+            self._register()
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
