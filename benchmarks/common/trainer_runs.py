@@ -91,6 +91,8 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     """Of each step, first to last."""
     losses: list[float] = field(default_factory=list)
+    micro_batches: list[float] = field(default_factory=list)
+    """Of each step on a rank."""
     gib: float = 0.0
     """The most of torch's allocator on the fullest rank; 0 without a GPU."""
     tokens_per_step: float = 0.0
@@ -117,6 +119,8 @@ def watch(measured: Measured, device: str) -> Any:
         ) -> None:
             if "loss" in (logs or {}):
                 measured.losses.append(logs["loss"])
+                each = logs.get("hcp/micro_batches", args.gradient_accumulation_steps)
+                measured.micro_batches.append(each)
 
     return Watch()
 
