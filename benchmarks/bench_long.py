@@ -365,8 +365,13 @@ def print_plans(args: argparse.Namespace, config: Any, rows: int) -> None:
     spans = {name: sum(plan.makespan for plan in of) for name, of in plans.items()}
     print("| contestant | micro-batches | over fixed |\n|---|---|---|")
     for name, of in plans.items():
-        count = mean(plan.micro_batch_count for plan in of)
-        print(f"| {name} | {count:.1f} | {spans['fixed'] / spans[name]:.2f} |")
+        row = {
+            "contestant": name,
+            "micro-batches": f"{mean(plan.micro_batch_count for plan in of):.1f}",
+            "over fixed": f"{spans['fixed'] / spans[name]:.2f}",
+        }
+        print("| " + " | ".join(row.values()) + " |")
+        args.json.add(row)
 
 
 if __name__ == "__main__":

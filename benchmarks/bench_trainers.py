@@ -9,15 +9,16 @@ in turns for --rounds. All train on the same lengths; the first --warm steps do 
 
     packing  TRL alone: packs of --longest tokens, no token of which sees another document
              (FlashAttention's varlen on GPUs, by flash-attn-4 or else flash-attn; on CPUs TRL pads)
-    cp       TRL with Accelerate's ParallelismConfig(cp_size=ranks): one padded sequence at a time.
-             On GPUs alone, and from 2 ranks on
+    cp       TRL with Accelerate's ParallelismConfig(cp_size=ranks): one padded sequence at a time,
+             one update for those of a step. Four steps count, which are long. On GPUs alone, and
+             from 2 ranks on
     static   hcp, one degree for all
     dynamic  hcp, a degree for each sequence
 
 Families: github and byted are published length distributions, cut at --longest; constant has
---longest / 8 tokens in each sequence. static and dynamic train on the same global batches: the
-losses of their first steps must agree, to 0.02 in bfloat16 and 1e-4 in float32, before a table is
-printed. Columns: tokens a second (median step), the least and the most of the rounds, GiB on the
+--longest / 8 tokens in each sequence. All but packing train on the same global batches: the losses
+of their first steps must agree, to 0.02 in bfloat16 and 1e-4 in float32, before a table is printed.
+Columns: tokens a second (median step), the least and the most of the rounds, GiB on the
 fullest GPU, times over packing on as many ranks, times over the same contestant on 1 rank.
 """
 
@@ -53,6 +54,8 @@ CONTESTANTS = {
     "cpu": ("packing", "static", "dynamic"),
     "cuda": ("packing", "cp", "static", "dynamic"),
 }
+CP_STEPS = 4
+"""Steps of TRL's own CP that count: each computes its sequences one after the other."""
 DEFAULTS = {
     "model": ("toy", "0.7b"),
     "steps": (2, 40),
@@ -113,13 +116,13 @@ def measured_in_turns(args: argparse.Namespace, family: str) -> dict[Key, list[M
 
 
 def check(found: dict[Key, list[Measured]], family: str, device: str) -> None:
-    """Raise unless hcp's contestants, whose batches are equal on any ranks, have equal losses."""
+    """Raise unless contestants whose batches are equal on any ranks have equal losses."""
     off = 0.02 if device == "cuda" else 1e-4
-    ours = [(k, one) for k, of in found.items() if k[0] in ("static", "dynamic") for one in of]
-    for key, one in ours[1:]:
-        mine, first = one.losses[0], ours[0][1].losses[0]
+    equal = [(key, one) for key, of in found.items() if key[0] != "packing" for one in of]
+    for key, one in equal[1:]:
+        mine, first = one.losses[0], equal[0][1].losses[0]
         if abs(mine - first) > off * max(1.0, abs(first)):
-            raise SystemExit(f"{family}: {key} has loss {mine}, {ours[0][0]} has {first}")
+            raise SystemExit(f"{family}: {key} has loss {mine}, {equal[0][0]} has {first}")
 
 
 def rows_of(args: argparse.Namespace, family: str, found: dict[Key, list[Measured]]) -> list[str]:
@@ -146,11 +149,11 @@ def rows_of(args: argparse.Namespace, family: str, found: dict[Key, list[Measure
 
 def tokens_of(args: argparse.Namespace, family: str, name: str, one: Measured) -> float:
     """Tokens a second, of the median step that counts: a kernel that is compiled for a new shape
-    takes seconds of some steps. Each step of hcp's has the tokens of its sequences; TRL's own have
-    those of all steps, evenly, since it draws its packs and pads."""
+    takes seconds of some steps. A step has the tokens of its sequences; one of packing has those of
+    all steps, evenly, since TRL draws its packs."""
     lengths = lengths_of(args, family)
     batches = [one.tokens_per_step] * len(one.seconds)
-    if name in ("static", "dynamic"):
+    if name != "packing":
         batches = [
             sum(lengths[i * args.sequences : (i + 1) * args.sequences])
             for i in range(len(one.seconds))
@@ -180,7 +183,7 @@ def train(args: argparse.Namespace) -> None:
         trainer = by_hcp(args, config, dataset, dynamic=name == "dynamic")
     else:
         trainer = by_trl(args, config, dataset, ranks, with_cp=name == "cp")
-        measured.tokens_per_step = real_tokens(trainer, ranks, with_cp=name == "cp")
+        measured.tokens_per_step = real_tokens(trainer, ranks)
     trainer.add_callback(watch(measured, args.device))
     trainer.train()
     report(measured, args.device)
@@ -216,10 +219,11 @@ def by_trl(
         from accelerate import ParallelismConfig
 
         more |= {"parallelism_config": ParallelismConfig(cp_size=ranks)}
-        more |= {"pad_to_multiple_of": 2 * ranks}
+        more |= {"pad_to_multiple_of": 2 * ranks, "gradient_accumulation_steps": args.sequences}
+        more |= {"max_steps": min(args.steps, args.warm + CP_STEPS)}
     return trl.SFTTrainer(
         model_of(config, varlen_attention() if packs else "sdpa", args.device),
-        options(args.device, max_steps=args.steps, max_length=args.longest, **more),
+        options(args.device, **{"max_steps": args.steps, "max_length": args.longest, **more}),
         train_dataset=dataset,
         processing_class=tokenizer(),
     )
@@ -231,12 +235,12 @@ def packs_of(args: argparse.Namespace, dataset: Any, ranks: int) -> int:
     return max(1, round(tokens / args.longest / ranks))
 
 
-def real_tokens(trainer: Any, ranks: int, *, with_cp: bool) -> float:
-    """Tokens of a step, padding left out, on average over the data."""
+def real_tokens(trainer: Any, ranks: int) -> float:
+    """Tokens of a step of packing, padding left out, on average over the data."""
     rows = trainer.train_dataset
     tokens = sum(len(row["input_ids"]) for row in rows) / len(rows)
     each = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    return float(tokens * each * (1 if with_cp else ranks))
+    return float(tokens * each * ranks)
 
 
 def varlen_attention() -> str:

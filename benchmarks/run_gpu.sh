@@ -8,8 +8,8 @@ set -uo pipefail
 folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1500}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-wanted=" ${*:-gate exchange cut million states delta masks long trainers rollouts experts latent one \
-  kernels attention transformer_engine ladder} "
+wanted=" ${*:-gate exchange cut million states delta masks long mixed trainers trainers_wide \
+  rollouts experts latent one kernels attention transformer_engine ladder} "
 gpus=$(nvidia-smi -L | wc -l)
 . tests/cuda/parts.sh
 
@@ -39,8 +39,12 @@ ranks delta 200 benchmarks/bench_states.py --layer delta --passes forward
 ranks masks 200 benchmarks/bench_masks.py --time --device cuda
 run long 400 python3 benchmarks/bench_long.py --ranks "$gpus" --layers 4 \
   --tokens $((131072 * gpus)) --steps 4 --warm 1
+run mixed 900 python3 benchmarks/bench_long.py --ranks "$gpus" --layers 4 --tokens 262144 \
+  --sequences 8 --steps 4 --warm 1
 run trainers 900 python3 benchmarks/bench_trainers.py --ranks 1 "$gpus" --families github \
-  --sequences 32
+  --sequences $((16 * gpus))
+run trainers_wide 900 python3 benchmarks/bench_trainers.py --ranks "$gpus" --families byted constant \
+  --model 8b --layers 4 --steps 16 --warm 6
 ranks rollouts 300 benchmarks/bench_rollouts.py
 ranks experts 200 benchmarks/bench_experts.py --expert-ranks "$gpus"
 ranks latent 90 benchmarks/bench_latent.py

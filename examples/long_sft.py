@@ -196,7 +196,7 @@ def sft_config(args: argparse.Namespace, layer_class: str) -> SFTConfig:
     )
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]
     """Takes the time between the ends of steps, each of which waits for its loss."""
 
     def __init__(self) -> None:

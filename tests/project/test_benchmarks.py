@@ -65,6 +65,11 @@ RUNS = {
         "--simulate --ranks 8 --expert-ranks 4 --sequences 4 --batches 1 --tail 1 2",
     ),
     "bench_long": (1, "--device cpu --ranks 2 --tokens 128"),
+    "bench_long --sequences": (
+        1,
+        "--device cpu --ranks 2 --tokens 128 --sequences 3 --contestants dynamic padded alone",
+    ),
+    "bench_long --forecast": (1, "--forecast 4 --sequences 6 --tokens 4096 --family chatqa2"),
     "bench_trainers": (1, "--device cpu --ranks 2 --families github --contestants packing dynamic"),
     "bench_fields": (
         2,
