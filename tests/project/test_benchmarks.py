@@ -268,6 +268,31 @@ def test_a_contestant_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("benchmarks")
+def test_trls_own_cp_trains_the_steps_of_the_others_and_is_timed_by_their_tokens() -> None:
+    """Its ring runs on GPUs alone: what it is given and what is made of its seconds is checked."""
+    skip_without_needs("bench_trainers")
+    import trl
+    from common.trainer_runs import Measured
+
+    bench = importlib.import_module("bench_trainers")
+    args = SimpleNamespace(steps=40, warm=2, sequences=3, longest=8192, device="cpu")
+    lengths = bench.lengths_of(args, "github")
+    measured = Measured(seconds=[9.0, 9.0, 2.0], losses=[1.0])
+    found = bench.tokens_of(args, "github", "cp", measured)
+    assert found == sum(lengths[6:9]) / 2
+    with mock.patch.object(trl, "SFTTrainer") as made:
+        bench.by_trl(args, bench.config_of("toy", None, 64), [], 2, with_cp=True)
+    given = made.call_args.args[1]
+    assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (1, 3)
+    assert (given.max_steps, given.pad_to_multiple_of) == (2 + bench.CP_STEPS, 4)
+    assert given.parallelism_config.cp_size == 2
+    other = Measured(losses=[1.1])
+    bench.check({("cp", 2): [measured], ("packing", 2): [other]}, "github", "cpu")
+    with pytest.raises(SystemExit, match=r"\('cp', 2\) has loss 1.0, \('dynamic', 2\) has 1.1"):
+        bench.check({("dynamic", 2): [other], ("cp", 2): [measured]}, "github", "cpu")
+
+
+@pytest.mark.usefixtures("benchmarks")
 def test_own_lengths_fill_batches_and_each_is_used_once() -> None:
     from common.batches import filled_batches
 
