@@ -2115,6 +2115,8 @@ def evaluate_before_training(rank, size, folder):
         trainer = make_trainer(size, folder, prepare=prepare, **options)
         with pytest.raises(ValueError, match=r"rank 0 alone has its weights"):
             trainer.evaluate()
+        with pytest.raises(ValueError, match=r"called with cp= while its attention is 'eager'"):
+            trainer.model(torch.zeros(1, 1, dtype=torch.long), cp=object())
         trainer.train()
         return trainer.evaluate()["eval_loss"]
 
@@ -2122,6 +2124,36 @@ def evaluate_before_training(rank, size, folder):
 def test_weights_of_rank_0_are_sharded_before_they_are_compared(tmp_path):
     first, second = run_ranks(2, evaluate_before_training, tmp_path)
     assert first == second
+
+
+def train_by_steps_of_ones_own(rank, size, folder, loads):
+    from hcp.integrations.transformers import causal_lm_loss
+
+    as_torchrun(size)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        config = SHARDED["fsdp_config"] | {"cpu_ram_efficient_loading": loads}
+        prepare = partial(stack.enter_context, fsdp_on_cpus())
+        options = SHARDED | {"fsdp_config": config, "max_steps": 2, "eval_strategy": "no"}
+        trainer = make_trainer(size, folder, prepare=prepare, limit=52, **options)
+
+        def training_step(model, step, *others):
+            total = 0.0
+            for cp, local in step:
+                loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
+                trainer.accelerator.backward(loss)
+                total = total + loss.detach()
+            losses.append(float(total))
+            return total
+
+        trainer.training_step = training_step
+        trainer.train()
+    return losses
+
+
+def test_a_step_of_ones_own_computes_by_hcp_where_rank_0_loads_the_weights(tmp_path):
+    expected = run_ranks(2, train_by_steps_of_ones_own, tmp_path, False)
+    assert run_ranks(2, train_by_steps_of_ones_own, tmp_path, True) == expected
 
 
 def doubled(head, given, out):

@@ -43,6 +43,7 @@ from hcp.integrations.loader import (
     samples_of,
 )
 from hcp.integrations.transformers.attention import (
+    ATTENTION,
     check_model,
     check_softcap,
     register_hcp_attention,
@@ -64,6 +65,7 @@ from hcp.integrations.transformers.model import (
     model_inputs,
 )
 from hcp.integrations.transformers.predictions import Predictions
+from hcp.integrations.transformers.probe import keep_attention
 from hcp.integrations.transformers.routers import check_routers
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
@@ -136,7 +138,10 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         self._to_register: Callable[[], None] | None = partial(
             register, self.model, fused_rope=fused_rope
         )
-        if not weights_come_later(self.accelerator):
+        if weights_come_later(self.accelerator):
+            keep_attention(self.model, ATTENTION)  # until then, too
+            self.add_callback(_WhenSharded(self._register))
+        else:
             self._register()
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
@@ -159,7 +164,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
 
     def _register(self) -> None:
         """Set the model's attention, once: where rank 0 alone has read the weights, when they are
-        sharded, before the first step."""
+        sharded, before training or evaluation."""
         if self._to_register is not None:
             if weights_come_later(self.accelerator) and not is_sharded(self.model):
                 raise ValueError(
@@ -244,8 +249,6 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         """Run forward and backward of all micro-batches of a step. Gradients are reduced in the
         last one. Returns the mean loss of the whole batch: the Trainer adds up each rank's own
         value where it does not gather them, such as for `train_loss`."""
-        if self._to_register is not None:
-            self._register()
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
@@ -364,6 +367,16 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         return EvalLoopOutput(
             predictions=given, label_ids=labels, metrics=prefixed, num_samples=count
         )
+
+
+class _WhenSharded(TrainerCallback):  # type: ignore[misc]
+    """Registers a model's attention when training begins: steps of one's own need it, too."""
+
+    def __init__(self, register: Callable[[], None]) -> None:
+        self._register = register
+
+    def on_train_begin(self, *given: Any, **others: Any) -> None:
+        self._register()
 
 
 class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
