@@ -58,6 +58,15 @@ def test_packed_entries_equal_those_of_slow_python(seed: int) -> None:
     assert [side.tolist() for side in launch.bounds(torch.device("cpu"))] == bounds
 
 
+def test_bounds_are_not_made_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be there after a replay alone, and calls outside of the graph read them, too."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launch = Launch([Entry(0, 4, 0, 4, -4, 0)])
+    with pytest.raises(hcp.HcpError, match=r"first call of its kind.*run the layer once") as raised:
+        launch.bounds(torch.device("cuda"))
+    assert raised.value.code == "cuda-graph"
+
+
 def test_sizes_of_packed_entries_have_the_names_of_the_core() -> None:
     assert PackedSizes._fields == _core.PACKED_SIZES
     assert ScheduleSizes._fields == _core.SCHEDULE_SIZES
