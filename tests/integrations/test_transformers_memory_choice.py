@@ -186,6 +186,52 @@ def test_the_backward_of_the_last_norm_is_that_of_a_walk():
     assert predicted == pytest.approx(walked, rel=0.03)
 
 
+def most_of_a_real_backward(model, rows):
+    """The most bytes on a CPU in the backward of a step on one rank, from when the loss has made
+    the gradient of the head's weight, which is there too; and that are left after it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            ctx.grads = [torch.ones_like(hidden), torch.ones_like(weight)]
+            return hidden.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.grads.pop(0), ctx.grads.pop(0)
+
+    hidden = model.model(torch.zeros(1, rows, dtype=torch.long), use_cache=False).last_hidden_state
+    loss = Loss.apply(hidden, model.lm_head.weight)
+    held = hidden.nbytes + model.lm_head.weight.nbytes
+    del hidden
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss.backward()
+    events = profiled.profiler.kineto_results.events()
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return held + max(itertools.accumulate(size for _, size in memory))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_backward_of_the_embedding_is_that_of_a_real_one(tied):
+    """The gradient of a head with the same weight waits for that of the embedding."""
+    import transformers
+
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.chooser import Counts, _Step
+
+    many = SIZES | {"vocab_size": 200_000}
+    model = config(layers=2, sizes=many, tie_word_embeddings=tied)
+    counted = memory.model_bytes(model, torch.float32)
+    step = _Step(model, counted, prices(), memory.Machine(1, 2**40), 8)
+    phase = step.phases(Counts(0, 0, 0, 2))["the backward of the embedding"]
+    measured = most_of_a_real_backward(
+        transformers.AutoModelForCausalLM.from_config(model), step.rows
+    )
+    weights_and_moments = 12 * counted.parameters
+    assert phase - weights_and_moments == pytest.approx(measured, rel=0.03)
+
+
 @pytest.mark.parametrize("rows", [1500, 30_000, 500_000])
 @pytest.mark.parametrize(
     ("word", "chunk_rows"), [("keep", 0), ("recompute", 0), ("recompute", 4096)]

@@ -29,7 +29,8 @@ class WeightBytes:
         self.ranks, self.layers = ranks, counted.layers
         self.own = -(-counted.parameters // ranks)
         self.offloaded, self.sharded = offloaded, ranks > 1
-        self.apart = (apart and counted.embedding_parameters > 0) or not self.sharded
+        self.tied = counted.embedding_parameters == 0
+        self.apart = (apart and not self.tied) or not self.sharded
         size = counted.itemsize
         self.layer = counted.layer_parameters * size
         self.embedding = counted.embedding_parameters * size
@@ -62,10 +63,14 @@ class WeightBytes:
         return self._of_owner(made) + gathered + self.reduces * buffer + waiting
 
     def embedding_backward(self) -> int:
-        """The gradient of the whole embedding, and then the buffer of its reduction."""
-        made = self.layers * self.layer_parameters + (self.head_parameters if self.apart else 0)
-        whole = self.embedding if self.apart else self.root
-        return self._of_owner(made) + 2 * whole + self.reduces * self.layer
+        """The gradient of the whole embedding, and under FSDP2 the buffer of its reduction. A head
+        that is the embedding adds its own, which waits for it, while the weight is still whole."""
+        made = self.layers * self.layer_parameters
+        if self.apart and not self.tied:
+            made += self.head_parameters
+        whole = self.embedding if self.apart and not self.tied else self.root
+        copies = 1 + self.sharded + self.tied
+        return self._of_owner(made) + copies * whole + self.reduces * self.layer
 
     def update(self) -> int:
         return 0 if self.offloaded else STATE * self.own
