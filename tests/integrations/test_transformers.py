@@ -2416,7 +2416,7 @@ def gathered_in_phases(rank, size, folder):
     found = {}
     with contextlib.ExitStack() as stack:
         prepare = partial(stack.enter_context, fsdp_on_cpus())
-        options = SHARDED | {"eval_strategy": "no", "max_steps": 2, "limit": 52}
+        options = SHARDED | {"eval_strategy": "no", "max_steps": 2, "limit": 104 // size}
         if versions.numbers(versions.installed("transformers")) < (5, 12):
             options["fsdp"] = "full_shard auto_wrap"  # without it, the model is one group
         trainer = make_trainer(size, folder, prepare=prepare, **options)
@@ -2461,6 +2461,12 @@ def gathered_in_phases(rank, size, folder):
 def test_a_forecast_counts_the_weights_that_are_gathered_in_each_phase(tmp_path):
     for found, expected in run_ranks(2, gathered_in_phases, tmp_path):
         assert found == expected
+
+
+def test_a_forecast_of_one_rank_counts_the_weights_that_fsdp2_makes_of_its_own(tmp_path):
+    ((found, expected),) = run_ranks(1, gathered_in_phases, tmp_path)
+    for phase, size in found.items():
+        assert 0 < size <= expected[phase]
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -232,6 +232,22 @@ def test_the_backward_of_the_embedding_is_that_of_a_real_one(tied):
     assert phase - weights_and_moments == pytest.approx(measured, rel=0.03)
 
 
+def test_gradients_of_the_micro_batches_before_are_counted_on_one_rank():
+    import transformers
+
+    from hcp.integrations.transformers import memory
+
+    made = config(layers=2)
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    model(torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    counted = memory.model_bytes(made, torch.float32)
+    machines = (memory.Machine(1, 2**40, accumulates=some) for some in (False, True))
+    one, several = (memory.choose(made, counted, prices(), m, 8).phases for m in machines)
+    grads = sum(p.grad.nbytes for p in model.parameters())
+    for phase in ("the forward", "the loss"):
+        assert several[phase] - one[phase] == grads
+
+
 @pytest.mark.parametrize("rows", [1500, 30_000, 500_000])
 @pytest.mark.parametrize(
     ("word", "chunk_rows"), [("keep", 0), ("recompute", 0), ("recompute", 4096)]

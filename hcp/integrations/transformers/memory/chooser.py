@@ -112,8 +112,8 @@ class Machine:
     offload_state: bool = False
     """Whether parameters, gradients and the optimizer lie on the host (FSDP2's CPU offload)."""
     accumulates: bool = False
-    """Whether a step may have several micro-batches. FSDP2 then holds the gradients of all
-    parameters on each device, in the dtype of rows, until the last one reduces them."""
+    """Whether a step may have several micro-batches. Each device then holds the gradients of all
+    parameters, in the dtype of rows, until FSDP2 reduces them in the last one."""
     apart: bool = field(default_factory=shards_apart)
     """Whether the embedding and the head are groups of FSDP2 of their own, as Accelerate 1.14 and
     later make them; by default whether the one that is installed does. Otherwise they are whole for

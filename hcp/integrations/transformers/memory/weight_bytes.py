@@ -25,20 +25,20 @@ class WeightBytes:
         """`offloaded`: weights, gradients and optimizer lie on the host. `accumulates`: a step may
         have several micro-batches. `apart`: the embedding and the head with the last norm are
         groups of FSDP2; otherwise both are the root's, and so is a head that is the embedding. One
-        rank has no FSDP."""
+        rank has no FSDP2, unless its weights lie on the host, or layers compute in 16 bits."""
         self.ranks, self.layers = ranks, counted.layers
         self.own = -(-counted.parameters // ranks)
-        self.offloaded, self.sharded = offloaded, ranks > 1
+        size = counted.itemsize
+        self.offloaded, self.sharded = offloaded, ranks > 1 or offloaded or size < WEIGHT
         self.tied = counted.embedding_parameters == 0
         self.apart = (apart and not self.tied) or not self.sharded
-        size = counted.itemsize
         self.layer = counted.layer_parameters * size
         self.embedding = counted.embedding_parameters * size
         self.root = counted.other_parameters * size
         self.head = self.root - self.embedding
         self.head_parameters = counted.other_parameters - counted.embedding_parameters
         self.layer_parameters = counted.layer_parameters
-        self.waiting = counted.parameters * size if accumulates and self.sharded else 0
+        self.waiting = counted.parameters * size if accumulates else 0
         self.reduces = self.sharded and not accumulates
 
     def forward(self) -> int:
