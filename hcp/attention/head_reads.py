@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp import _core
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.layout import buffer_of, tensor_of

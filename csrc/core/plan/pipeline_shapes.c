@@ -91,7 +91,7 @@ static void insert(hcp__shape *shapes, int32_t *count, int32_t most, hcp__shape 
 }
 
 /* Counts grow by an eighth at most: one shape for each. */
-hcp_status hcp__shapes_choose(const hcp__shapes *s, int32_t most, hcp__shape *shapes,
+hcp_status hcp__shapes_choose(const hcp__shapes *s, int32_t most, hcp__shape *chosen,
                               int32_t *count, hcp_error *err) {
   int32_t multiple = hcp__multiple(&s->p->limits->pipeline), first = hcp__least_count(s->p);
   int32_t last = s->p->n < HCP_SHAPE_MAX ? s->p->n : HCP_SHAPE_MAX;
@@ -101,7 +101,7 @@ hcp_status hcp__shapes_choose(const hcp__shapes *s, int32_t most, hcp__shape *sh
     hcp__shape best = {0};
     hcp_status status = best_ramps(s, n, &best, err);
     if (status != HCP_OK) return status;
-    insert(shapes, count, most, best);
+    insert(chosen, count, most, best);
   }
   return HCP_OK;
 }
