@@ -150,8 +150,7 @@ def main() -> int:
         print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
         print_call_times(device, args.backend, getattr(torch, args.dtype), args.rounds, args.json)
         return 0
-    heads, kv_heads = args.heads
-    sizes = partial(Sizes, heads, kv_heads, args.head_dim, getattr(torch, args.dtype))
+    sizes = partial(Sizes.of, args)
     if args.alone:
         end_after(args.deadline)
         packs = {name: PACKS[name](args.tokens) for name in args.packs if name in PACKS}

@@ -207,8 +207,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        heads, kv_heads = args.heads
-        self.sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
+        self.sizes = Sizes.of(args, device)
         self.handler = hcp.get_cp_handler_cls(args.backend)
         self.calls = Calls(device, self.sizes.dtype, self.handler.kernel_family)
         self.tokens, self.at = 0, "the start"

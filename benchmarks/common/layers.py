@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Sizes(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, device: torch.device) -> Sizes:
+        """Those of the flags --heads, --head-dim and --dtype."""
+        heads, kv_heads = args.heads
+        return cls(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
 
     def randn(self, rows: int, heads: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(

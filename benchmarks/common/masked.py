@@ -152,14 +152,14 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        heads, kv_heads = args.heads
-        self.sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
+        self.sizes = Sizes.of(args, device)
         self.handler = hcp.get_cp_handler_cls(args.backend, args.comm_type)
         self.groups = hcp.build_process_groups(transport=args.transport)
         whole = Whole([args.tokens], self.sizes, KernelChoice(self.handler.kernel_family))
         whole.both()
         seconds = slowest(timed(whole.both, device), device)
-        flops = (1 + BACKWARD) * 4 * Mask.causal(args.tokens).pairs * heads * args.head_dim
+        pairs = Mask.causal(args.tokens).pairs
+        flops = (1 + BACKWARD) * 4 * pairs * self.sizes.heads * self.sizes.head_dim
         prices = prices_of(self.sizes, flops / seconds, copy_rate(device, 3))
         self.cost = replace(prices, token=0)  # nothing but attention is computed here
         self.magi: magi.Magi | None = None

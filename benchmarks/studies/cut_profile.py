@@ -124,14 +124,13 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     device = start_ranks(args.device, args.deadline, TIMEOUT)
-    heads, kv_heads = args.heads
-    sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
+    sizes = Sizes.of(args, device)
     rate = copy_rate(device, args.rounds)
     groups = hcp.build_process_groups(transport=args.transport, timeout=TIMEOUT)
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} ranks on {hardware(args.device)}, torch {torch.__version__}, "
-            f"hcp {hcp.__version__}; heads {heads}:{kv_heads} of {args.head_dim}, "
+            f"hcp {hcp.__version__}; heads {sizes.heads}:{sizes.kv_heads} of {args.head_dim}, "
             f"{args.dtype}, causal, backend {args.backend}, transport {args.transport}; "
             f"{args.calls} layers recorded; copies at {rate / 1e9:.3g} GB/s"
         )

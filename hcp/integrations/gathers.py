@@ -21,16 +21,18 @@ MicroBatches = Iterator[tuple[ContextParallelHandler, LocalBatch]]
 def weights_stay(accelerator: Any) -> bool:
     """Whether the Accelerator's FSDP2 does not reshard after forward: its micro-batches are
     those of ``gathered_once``."""
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    version = getattr(plugin, "fsdp_version", 1)
-    return version == 2 and getattr(plugin, "reshard_after_forward", True) is False
+    return getattr(_fsdp2_of(accelerator), "reshard_after_forward", True) is False
 
 
 def weights_come_later(accelerator: Any) -> bool:
     """Whether rank 0 alone has the weights, until the Accelerator's FSDP2 shards them."""
+    return bool(getattr(_fsdp2_of(accelerator), "cpu_ram_efficient_loading", False))
+
+
+def _fsdp2_of(accelerator: Any) -> Any:
+    """The Accelerator's settings of FSDP2. None: it has none, or FSDP 1."""
     plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    later = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
-    return later and getattr(plugin, "fsdp_version", 1) == 2
+    return plugin if getattr(plugin, "fsdp_version", 1) == 2 else None
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -443,6 +443,8 @@ class Config:
             said = str(error)
             for core, own in _OWN_WORDS.items():
                 said = said.replace(core, own)
+            if said == str(error):  # such as one of a cost function, which keeps its traceback
+                raise
             raise ValueError(said) from None
 
     def _plan(

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "hcp/hcp.h"
 
@@ -134,6 +135,21 @@ static inline const int64_t *section(const hcp_table *table, int32_t s) {
 
 static inline int64_t records(const hcp_table *table, int32_t s) {
   return table->words[table->header_words + 2 * s + 1];
+}
+
+/* Words of a table, some of them others and perhaps some of the last ones gone: *count of them,
+ * which the caller frees. */
+static inline int64_t *draw_spoiled(const hcp_table *table, int64_t *count) {
+  static const int64_t values[] = {-1, 0, 1, 2, 9, INT64_MAX, INT64_MIN, (int64_t)1 << 56};
+  *count = table->word_count - (draw(0, 9) == 0 ? draw(0, 30) : 0);
+  int64_t *words = malloc((size_t)*count * sizeof *words);
+  if (words == NULL) abort();
+  memcpy(words, table->words, (size_t)*count * sizeof *words);
+  for (int32_t i = draw(1, 3); i > 0; i--) {
+    int32_t at = draw(0, (int32_t)*count - 1);
+    words[at] = values[draw(0, 7)];
+  }
+  return words;
 }
 
 /* Copies the rows of a section of (row, rows), end to end; a row below 0 is a zero. Returns how

@@ -248,12 +248,7 @@ static void what_is_no_exchange_of_heads_is_refused(void) {
 }
 
 static void spoil(const hcp_table *schedule) {
-  static const int64_t values[] = {-1, 0, 1, 2, 9, INT64_MAX, INT64_MIN, (int64_t)1 << 56};
-  int64_t count = schedule->word_count - (draw(0, 9) == 0 ? draw(0, 30) : 0);
-  int64_t *words = malloc((size_t)count * sizeof *words);
-  if (words == NULL) abort();
-  memcpy(words, schedule->words, (size_t)count * sizeof *words);
-  for (int32_t i = draw(1, 3); i > 0; i--) words[draw(0, (int32_t)count - 1)] = values[draw(0, 7)];
+  int64_t count, *words = draw_spoiled(schedule, &count);
   hcp_table *heads = NULL;
   hcp_error err;
   hcp_status status = hcp_heads_create(words, count, computes, neighbours, &heads, &err);

@@ -146,12 +146,7 @@ static void rows_get_the_same(void) {
 
 /* Any words give launches or an error, and nothing is read outside of them. */
 static void spoil(const hcp_table *schedule) {
-  static const int64_t values[] = {-1, 0, 1, 2, 9, INT64_MAX, INT64_MIN, (int64_t)1 << 56};
-  int64_t count = schedule->word_count - (draw(0, 9) == 0 ? draw(0, 30) : 0);
-  int64_t *words = malloc((size_t)count * sizeof *words);
-  if (words == NULL) abort();
-  memcpy(words, schedule->words, (size_t)count * sizeof *words);
-  for (int32_t i = draw(1, 3); i > 0; i--) words[draw(0, (int32_t)count - 1)] = values[draw(0, 7)];
+  int64_t count, *words = draw_spoiled(schedule, &count);
   hcp_table *launches = NULL;
   hcp_kernel kernel = {draw(0, 1), 5};
   hcp_error err;

@@ -354,6 +354,17 @@ def test_empty_micro_batches_come_after_as_many_as_sequences() -> None:
         hcp.Plan.from_dict(data | {"micro_batches": together})
 
 
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+@pytest.mark.parametrize("seed", [2, 3])
+def test_heights_that_grow_from_both_ends_bring_a_deep_pipeline_near_its_bound(
+    seed: int, sync: Any
+) -> None:
+    """Where all heights of pipeline_shapes.c are full ones, these plans end at 1.080."""
+    lengths = random.Random(seed).choices([4000, 2000, 500, 250], k=384)
+    plan = hcp.plan(lengths, ranks=16, max_tokens_per_rank=8192, sync=sync, pipeline_stages=8)
+    assert plan.makespan <= 1.07 * plan.bound
+
+
 def test_small_micro_batches_stand_at_both_ends() -> None:
     lengths = [4000] * 24 + [500] * 48
     plan = hcp.plan(

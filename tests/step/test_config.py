@@ -470,6 +470,17 @@ def test_a_plan_of_too_long_a_sequence_is_refused_by_the_name_of_this_option(
         config.plan([3, 36], ranks=4, alignment=aligned)
 
 
+def test_an_error_of_a_cost_function_is_its_own():
+    failed = ValueError("no price")
+
+    def price(length: int, degree: int) -> float:
+        raise failed
+
+    with pytest.raises(ValueError, match="no price") as caught:
+        Config(8).plan([3, 6], ranks=2, cost=hcp.CostModel.from_function(price))
+    assert caught.value is failed
+
+
 def test_a_refusal_names_the_degree_that_needs_least():
     """Gathered keys may be more than the rows that more ranks save."""
     memory = hcp.MemoryModel(activation=1, gathered=100, limit=39)
