@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, Self, TypeVar, final
 
 from typing_extensions import Buffer, disjoint_base
+
+_T = TypeVar("_T")
 
 CORE_HASH: str
 COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal["a2a+p2p"]]
@@ -287,6 +289,7 @@ class Structure:
     ) -> Self: ...
     def holds(self) -> bool: ...
 
+def tracked_objects(cls: type[_T] = ..., /) -> list[_T]: ...
 def find_holders(
     objects: list[Any], targets: tuple[Any, ...], opaque: tuple[type, ...], /
 ) -> list[Any]: ...

@@ -1,4 +1,10 @@
-/* holders.c - find_holders: finds those of some objects that refer to certain others.
+/* holders.c - tracked_objects: what the collector tracks, for one to hold safely.
+ *
+ * To hold a tuple that another thread is making fails there with a SystemError:
+ * only its one owner may fill it. Nothing refers to it yet. So a tuple is handed
+ * out if something refers to it, and no thread runs in between.
+ *
+ * find_holders: finds those of some objects that refer to certain others.
  *
  * gc.get_referrers searches the collector's list. A dictionary or a tuple of
  * objects that cannot form cycles, such as process groups, is not on it. Here
@@ -96,11 +102,92 @@ static PyObject *find_holders(PyObject *module, PyObject *args) {
   return s.found;
 }
 
+/* What only its one owner may change, and which of it something refers to. */
+typedef struct made_by_one {
+  PyObject **values; /* ascending */
+  unsigned char *held;
+  Py_ssize_t n;
+} made_by_one;
+
+static int is_made_by_one(PyObject *value) {
+  return PyTuple_CheckExact(value) || PyFrozenSet_CheckExact(value);
+}
+
+static Py_ssize_t index_of(const made_by_one *made, PyObject *value) {
+  if (made->n == 0) return -1;
+  PyObject **at = bsearch(&value, made->values, (size_t)made->n, sizeof value, by_address);
+  return at == NULL ? -1 : at - made->values;
+}
+
+static int mark_held(PyObject *value, void *context) {
+  const made_by_one *made = context;
+  Py_ssize_t i = is_made_by_one(value) ? index_of(made, value) : -1;
+  if (i >= 0) made->held[i] = 1;
+  return 0;
+}
+
+static int take_made_by_one(made_by_one *made, PyObject *objects) {
+  Py_ssize_t n = PyList_Size(objects);
+  made->values = PyMem_Calloc((size_t)n + 1, sizeof *made->values);
+  made->held = PyMem_Calloc((size_t)n + 1, 1);
+  if (made->values == NULL || made->held == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *value = PyList_GetItem(objects, i);
+    if (is_made_by_one(value)) made->values[made->n++] = value;
+  }
+  qsort(made->values, (size_t)made->n, sizeof *made->values, by_address);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *holder = PyList_GetItem(objects, i);
+    traverseproc traverse =
+        (traverseproc)(uintptr_t)PyType_GetSlot(Py_TYPE(holder), Py_tp_traverse);
+    if (holder != objects && traverse != NULL) (void)traverse(holder, mark_held, made);
+  }
+  return 0;
+}
+
+static int add_held(PyObject *kept, PyObject *objects, PyTypeObject *cls) {
+  made_by_one made = {0};
+  int may_be_made =
+      PyType_IsSubtype(&PyTuple_Type, cls) || PyType_IsSubtype(&PyFrozenSet_Type, cls);
+  int status = may_be_made ? take_made_by_one(&made, objects) : 0;
+  for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(objects); i++) {
+    PyObject *value = PyList_GetItem(objects, i);
+    Py_ssize_t at = is_made_by_one(value) ? index_of(&made, value) : -1;
+    int is_asked = value != kept && PyType_IsSubtype(Py_TYPE(value), cls);
+    if (is_asked && (at < 0 || made.held[at])) status = PyList_Append(kept, value);
+  }
+  PyMem_Free(made.values);
+  PyMem_Free(made.held);
+  return status;
+}
+
+/* From the call of get_objects to the release of its list no thread and no collection runs. */
+static PyObject *tracked_objects(PyObject *module, PyObject *args) {
+  PyTypeObject *cls = &PyBaseObject_Type;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "|O!:tracked_objects", &PyType_Type, &cls)) return NULL;
+  PyObject *kept = PyList_New(0), *collector = PyImport_ImportModule("gc"), *objects = NULL;
+  if (kept != NULL && collector != NULL)
+    objects = PyObject_CallMethod(collector, "get_objects", NULL);
+  int status = objects == NULL ? -1 : add_held(kept, objects, cls);
+  Py_XDECREF(objects);
+  Py_XDECREF(collector);
+  if (status < 0) Py_CLEAR(kept);
+  return kept;
+}
+
 static PyMethodDef holders_methods[] = {
+    {"tracked_objects", tracked_objects, METH_VARARGS,
+     "tracked_objects(cls=object, /)\n--\n\n"
+     "[object, ...]: those of a class that the collector tracks, without tuples and frozensets to\n"
+     "which none of them refers: such a one may be in the making, and only its maker may hold it."},
     {"find_holders", find_holders, METH_VARARGS,
      "find_holders(objects, targets, opaque, /)\n--\n\n"
-     "[holder, target, ...]: each reference from one of `objects`, a list as gc.get_objects gives\n"
-     "it, or from a dictionary or tuple in there that the collector does not track, to one of\n"
+     "[holder, target, ...]: each reference from one of `objects`, as tracked_objects gives them,\n"
+     "or from a dictionary or tuple in there that the collector does not track, to one of\n"
      "`targets`; and [x, None] for each x of a type in `opaque` that one of them refers to."},
     {NULL, NULL, 0, NULL}};
 

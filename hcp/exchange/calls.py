@@ -11,7 +11,6 @@ the backward finds what the forward did.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import sys
@@ -26,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from hcp._core import tracked_objects
 from hcp._this_process import BoundToProcess
 from hcp.exchange.agreement import (
     CallKind,
@@ -287,7 +287,7 @@ def _place_of(module: nn.Module) -> _Path:
     """Return the path of a module from the list on that holds it, at any depth. Of several, the
     first by its text. Empty if no list does. All modules of the process are searched."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for holder in (x for x in gc.get_objects() if issubclass(type(x), nn.Module)):
+    for holder in tracked_objects(nn.Module):
         for key, child in _children(holder):
             holders.setdefault(id(child), []).append((holder, key))
     return min(_places(module, (), holders, {id(module)}), default=())

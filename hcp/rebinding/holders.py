@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hcp._core import find_holders
+from hcp._core import find_holders, tracked_objects
 from hcp.rebinding import derived
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.not_entered import is_kept_by_torch, modules_of
@@ -62,7 +62,7 @@ def find_elsewhere(walk: Walk) -> list[Finding]:
 
 class _Search:
     def __init__(self, walk: Walk) -> None:
-        self._objects = gc.get_objects()  # first: what is made below does not count
+        self._objects: list[Any] = tracked_objects()  # first: what is made below does not count
         self._walk = walk
         self._groups = {id(group): group for group in walk.twins.groups}
         self._looked_into = {id(holder) for holder in walk.kept}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.growing import Growing
 from support.ranks import run_ranks, try_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -416,6 +417,23 @@ def test_threads_that_learn_names_at_the_same_time_keep_both(
     said.append(models[0]())
     assert said == ["layers.1.attention", "layers.0.attention"]
     assert {*said} <= {name for _, name in calls._names.values()}
+
+
+def test_a_name_is_found_while_another_thread_makes_a_tuple(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    growing, children, says = Growing(), calls._children, Says()
+    held = held_by(says, ["layers", "3"])
+
+    def interrupted(module: nn.Module) -> Any:
+        if module is held:  # nothing but the search through all objects comes to it
+            growing.finish()
+        return children(module)
+
+    monkeypatch.setattr(calls, "_children", interrupted)
+    assert says() == "layers.3"
+    assert growing.is_whole
+    assert held is not None
 
 
 def test_names_of_modules_that_are_gone_are_forgotten() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.growing import Growing
 from support.ranks import run_ranks
 from torch import nn
 
@@ -25,7 +26,8 @@ from hcp import _core
 from hcp._core import Rebinding, SlotTable, Structure
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
-from hcp.rebinding.rebind import eval_cp_context, find_slots
+from hcp.rebinding import holders
+from hcp.rebinding.rebind import audit, eval_cp_context, find_slots
 
 # ---- the undo log, without torch -----------------------------------------------------------------
 
@@ -985,6 +987,31 @@ def test_a_rank_that_refuses_ends_the_others_with_its_reason():
 def test_a_rank_with_another_target_layout_is_named():
     results = run_ranks(3, disagree, "layout")
     assert all("rank 1 has" in text for text in results)
+
+
+def test_a_search_lets_another_thread_finish_its_tuple(layouts, monkeypatch):
+    model, growing, reached = Attention(layouts[0]), Growing(), holders._reached
+
+    def interrupted(walk):
+        growing.finish()
+        return reached(walk)
+
+    monkeypatch.setattr(holders, "_reached", interrupted)
+    assert [slot.path for slot in audit(model, *layouts).slots] == ["model.cp_group"]
+    assert growing.is_whole
+
+
+def test_tracked_objects_are_those_of_a_class_without_a_tuple_in_the_making():
+    tuples, modules = [([1], [2]), frozenset([Plain()])], [nn.Linear(1, 1), nn.Module()]
+    growing = Growing()
+    every, found = _core.tracked_objects(), _core.tracked_objects(nn.Module)
+    growing.finish()
+    assert growing.is_whole
+    assert {*map(id, [tuples, *tuples, *modules])} <= {*map(id, every)}
+    assert {*map(id, modules)} <= {*map(id, found)}
+    assert all(isinstance(x, nn.Module) for x in found)
+    with pytest.raises(TypeError, match="must be type, not int"):
+        _core.tracked_objects(7)
 
 
 def test_what_the_collector_does_not_track_holds_nothing() -> None:
