@@ -75,18 +75,7 @@ def model_of(args: argparse.Namespace, config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
     waits = fsdp_is_on(args) and int(os.environ.get("LOCAL_RANK", 0)) > 0
     place = {"device_map": "meta"} if waits else {}
-    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=dtype, **place)
-    return without_values(model) if waits else model
-
-
-def without_values(model: Any) -> Any:
-    """Give weights on the device meta memory that nobody touches, so that it stays virtual.
-    Accelerate tells the weights of an optimizer apart by addresses, and on meta there are none."""
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
-    model.tie_weights()
-    return model
+    return AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=dtype, **place)
 
 
 def texts_of(path: str) -> Dataset:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from hcp.step.dispatch import LocalBatch, Step
@@ -33,6 +34,20 @@ def _fsdp2_of(accelerator: Any) -> Any:
     """The Accelerator's settings of FSDP2. None: it has none, or FSDP 1."""
     plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     return plugin if getattr(plugin, "fsdp_version", 1) == 2 else None
+
+
+def give_addresses(model: nn.Module) -> None:
+    """Give weights on the device meta memory that nobody touches, so that it stays virtual.
+    Accelerate tells the weights of an optimizer apart by addresses: on meta there are none, and
+    a rank would train one of its weights."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if weight.is_meta and id(weight) not in made:  # tied weights stay tied
+                empty = torch.empty_like(weight, device="cpu")
+                made[id(weight)] = nn.Parameter(empty, weight.requires_grad)
+            if weight.is_meta:
+                module.register_parameter(name, made[id(weight)])
 
 
 def is_sharded(model: nn.Module) -> bool:

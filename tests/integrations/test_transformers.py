@@ -19,7 +19,14 @@ from unittest import mock
 
 import pytest
 import torch
-from support.finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
+from support.finetuning import (
+    TRAINING,
+    VALIDATION,
+    as_torchrun,
+    documents,
+    fsdp_on_cpus,
+    read_by_rank_0,
+)
 from support.ranks import run_alone, run_ranks, try_ranks
 from support.tensorboard_writer import check
 from support.walks import walk_of
@@ -1136,16 +1143,17 @@ def make_trainer(
     prepare=lambda: None,
     data=None,
     options=None,
+    model=None,
     **args,
 ):
     """`prepare` is called between Transformers' arguments and its Trainer. `data`: of training.
-    `options`: of the Trainer."""
+    `options`: of the Trainer. `model`: in place of a whole one of that kind."""
     import transformers
     from transformers import TrainingArguments
 
     from hcp.integrations.transformers import Trainer
 
-    model = build(kind)
+    model = model or build(kind)
     if kind == "gpt2":
         model = model.double()
     chosen = {
@@ -2132,6 +2140,7 @@ def train_by_steps_of_ones_own(rank, size, folder, loads):
         config = SHARDED["fsdp_config"] | {"cpu_ram_efficient_loading": loads}
         prepare = partial(stack.enter_context, fsdp_on_cpus())
         options = SHARDED | {"fsdp_config": config, "max_steps": 2, "eval_strategy": "no"}
+        options["model"] = read_by_rank_0(rank, build("llama")) if loads else None
         trainer = make_trainer(size, folder, prepare=prepare, limit=52, **options)
 
         def training_step(model, step, *others):

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from support.examples import example
-from support.finetuning import as_torchrun, fsdp_on_cpus
-from support.ranks import run_ranks
+from support.finetuning import as_torchrun, fsdp_on_cpus, read_by_rank_0
+from support.ranks import run_ranks, try_ranks
 from support.tensorboard_writer import METRICS, check
 
 import hcp
@@ -292,38 +292,48 @@ def test_preference_optimization_takes_trls_steps(case, tmp_path):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-SHARDED = {
-    "fsdp": True,
-    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": 2},
-}
 REFERENCES = {
     "a model": lambda: {"ref_model": build()},
     "without adapters": lambda: {"peft_config": lora()},
 }
 
 
-def prefer_sharded(rank, size, folder, reference, hcps):
+def sharded(loads):
+    """FSDP2, where rank 0 alone reads the weights or every rank does."""
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": 2}
+    return {"fsdp": True, "fsdp_config": config | {"cpu_ram_efficient_loading": loads}}
+
+
+def prefer_sharded(rank, size, folder, reference, hcps, loads=False):
     """TRL's own losses under DDP, or hcp's with parameters that FSDP2 shards over the ranks."""
     options = {"train_sampling_strategy": "sequential", "beta": 0.5}
-    options |= {"gradient_checkpointing": False, "eval_strategy": "no"} | (SHARDED if hcps else {})
+    options |= {"gradient_checkpointing": False, "eval_strategy": "no"}
+    options |= sharded(loads) if hcps else {}
+    more = REFERENCES[reference]()
     with contextlib.ExitStack() as stack:
         prepare = partial(stack.enter_context, fsdp_on_cpus()) if hcps else (lambda: None)
         trainer = made(
             *("DPO", size, folder, preferences(), hcps, options),
+            model=read_by_rank_0(rank, build()) if loads else None,
             prepare=prepare,
-            **REFERENCES[reference](),
+            **more,
         )
+        if loads:
+            base = trainer.model.get_base_model() if "peft_config" in more else trainer.model
+            with pytest.raises(ValueError, match=r"rank 0 alone has its weights"):
+                base(fused_lm_head=True)
         losses = losses_of(trainer)
         kinds = {type(p).__name__ for p in trainer.model.parameters()}
     return losses, kinds
 
 
 @padded
+@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_preferences_under_fsdp2_take_trls_steps(reference, tmp_path):
+def test_preferences_under_fsdp2_take_trls_steps(reference, loads, tmp_path):
     """Accelerate takes FSDP2 on accelerators only; see fsdp_on_cpus."""
     theirs = run_ranks(2, prefer_sharded, tmp_path / "theirs", reference, False)
-    ours = run_ranks(2, prefer_sharded, tmp_path / "ours", reference, True)
+    ours = run_ranks(2, prefer_sharded, tmp_path / "ours", reference, True, loads)
     for (expected, whole), (found, sharded) in zip(theirs, ours, strict=True):
         assert "DTensor" in sharded - whole
         assert len(found) == 3
@@ -379,25 +389,45 @@ def test_group_relative_policy_optimization_takes_trls_steps(trees, tmp_path):
             assert a == pytest.approx(b, abs=1e-2)
 
 
-def optimize_sharded(rank, size, folder, hcps):
+def refuse_a_reference_on_meta(rank, size, folder):
+    with contextlib.ExitStack() as stack:
+        made(
+            *("DPO", size, folder, preferences(), True, sharded(True)),
+            model=read_by_rank_0(rank, build()),
+            prepare=partial(stack.enter_context, fsdp_on_cpus()),
+            ref_model=read_by_rank_0(rank, build()),
+        )
+
+
+@padded
+def test_a_reference_without_weights_is_refused_on_all_ranks(tmp_path):
+    for refused in try_ranks(2, refuse_a_reference_on_meta, tmp_path):
+        assert "ValueError: 21 weights of the reference model are on the device meta" in str(
+            refused
+        )
+
+
+def optimize_sharded(rank, size, folder, hcps, loads=False):
     """TRL's own losses under DDP, or hcp's with parameters that FSDP2 shards over the ranks."""
     options = {"num_generations": 4, "max_completion_length": 12, "num_iterations": 2}
-    options |= {"beta": 0.0, "max_steps": 4} | (SHARDED if hcps else {})
+    options |= {"beta": 0.0, "max_steps": 4} | (sharded(loads) if hcps else {})
+    model = read_by_rank_0(rank, build()) if loads else None
     prompts = [{"prompt": pair["prompt"]} for pair in pairs()]
     with contextlib.ExitStack() as stack:
         prepare = partial(stack.enter_context, fsdp_on_cpus()) if hcps else (lambda: None)
         given = ("GRPO", size, folder, prompts, hcps, options)
-        trainer = made(*given, prepare=prepare, reward_funcs=reward)
+        trainer = made(*given, model=model, prepare=prepare, reward_funcs=reward)
         losses = losses_of(trainer)
         kinds = {type(p).__name__ for p in trainer.model.parameters()}
     return losses, kinds
 
 
 @padded
-def test_policies_under_fsdp2_take_trls_steps(tmp_path):
+@pytest.mark.parametrize("loads", [False, True])
+def test_policies_under_fsdp2_take_trls_steps(loads, tmp_path):
     """Accelerate takes FSDP2 on accelerators only; see fsdp_on_cpus."""
     theirs = run_ranks(2, optimize_sharded, tmp_path / "theirs", False)
-    ours = run_ranks(2, optimize_sharded, tmp_path / "ours", True)
+    ours = run_ranks(2, optimize_sharded, tmp_path / "ours", True, loads)
     for (expected, whole), (found, sharded) in zip(theirs, ours, strict=True):
         assert "DTensor" in sharded - whole
         assert len(found) == 4

@@ -57,6 +57,16 @@ def fsdp_on_cpus() -> Iterator[None]:
         os.environ.update(before)
 
 
+def read_by_rank_0(rank: int, model: torch.nn.Module) -> torch.nn.Module:
+    """Take the weights of a Transformers' model from other ranks, as where Transformers reads them
+    for FSDP2, which sends them shards. Buffers stay."""
+    for module in model.modules() if rank > 0 else ():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(weight.to("meta")))
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
 class Model(torch.nn.Module):
     """One layer of attention, in float64."""
 

@@ -25,8 +25,6 @@ from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.gathers import (
     gathered_once,
-    is_sharded,
-    weights_come_later,
     weights_stay,
 )
 from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
@@ -43,7 +41,6 @@ from hcp.integrations.loader import (
     samples_of,
 )
 from hcp.integrations.transformers.attention import (
-    ATTENTION,
     check_model,
     check_softcap,
     register_hcp_attention,
@@ -65,7 +62,7 @@ from hcp.integrations.transformers.model import (
     model_inputs,
 )
 from hcp.integrations.transformers.predictions import Predictions
-from hcp.integrations.transformers.probe import keep_attention
+from hcp.integrations.transformers.registration import Registration
 from hcp.integrations.transformers.routers import check_routers
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
@@ -135,14 +132,9 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         register = register_for_images if images else register_hcp_attention
         if images:
             _check_images(self)
-        self._to_register: Callable[[], None] | None = partial(
-            register, self.model, fused_rope=fused_rope
+        self._registration = Registration(
+            self, self.model, partial(register, self.model, fused_rope=fused_rope)
         )
-        if weights_come_later(self.accelerator):
-            keep_attention(self.model, ATTENTION)  # until then, too
-            self.add_callback(_WhenSharded(self._register))
-        else:
-            self._register()
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size, self.args.device)
@@ -161,19 +153,6 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         own = partial(image_samples, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
         self.add_callback(LoaderPosition())
-
-    def _register(self) -> None:
-        """Set the model's attention, once: where rank 0 alone has read the weights, when they are
-        sharded, before training or evaluation."""
-        if self._to_register is not None:
-            if weights_come_later(self.accelerator) and not is_sharded(self.model):
-                raise ValueError(
-                    "fsdp_config has cpu_ram_efficient_loading and the model is not sharded yet, "
-                    "expected train() before evaluate() or predict(): rank 0 alone has its weights"
-                )
-            with self.accelerator.autocast():
-                self._to_register()
-            self._to_register = None
 
     def _coefficient_of_routers(self, given: float) -> float:
         return given
@@ -336,7 +315,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
     ) -> EvalLoopOutput:
         """Return the mean loss over the tokens of all samples, equal under every layout. If
         predictions are asked for, every rank gets those of all samples."""
-        self._register()
+        self._registration.run()
         model = self.model
         model.eval()
         if hasattr(self.optimizer, "eval"):
@@ -367,16 +346,6 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         return EvalLoopOutput(
             predictions=given, label_ids=labels, metrics=prefixed, num_samples=count
         )
-
-
-class _WhenSharded(TrainerCallback):  # type: ignore[misc]
-    """Registers a model's attention when training begins: steps of one's own need it, too."""
-
-    def __init__(self, register: Callable[[], None]) -> None:
-        self._register = register
-
-    def on_train_begin(self, *given: Any, **others: Any) -> None:
-        self._register()
 
 
 class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.columns import IGNORED
+from hcp.integrations.gathers import weights_come_later
 from hcp.integrations.loader import check_model_config, domain
 from hcp.integrations.model_cost import cost_of_model
 from hcp.integrations.transformers.attention import (
@@ -28,6 +29,7 @@ from hcp.integrations.transformers.attention import (
 )
 from hcp.integrations.transformers.model import model_inputs
 from hcp.integrations.transformers.padded_batches import expect_batch_of_text, kept_tokens
+from hcp.integrations.transformers.registration import Registration
 from hcp.integrations.transformers.routers import (
     check_routers,
     record_routers,
@@ -78,14 +80,16 @@ class PaddedTrainer(LogsMeans):
         trainer: Any = self
         _check(trainer, cp)
         cp = with_barrier_of(trainer.accelerator, cp)
+        _expect_weights_of_reference(trainer)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
                 continue
             check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
-            with trainer.accelerator.autocast():
-                register_hcp_attention(model, fused_rope=fused_rope)
-            spread_padded(model, cp, made, cost, self._means, trees)
+            registration = Registration(
+                trainer, model, partial(register_hcp_attention, model, fused_rope=fused_rope)
+            )
+            spread_padded(model, cp, made, cost, self._means, trees, registration.expect_done)
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -93,6 +97,23 @@ class PaddedTrainer(LogsMeans):
         trainer: Any = self
         with own_attention(trainer.model):
             yield
+
+
+def _expect_weights_of_reference(trainer: Any) -> None:
+    """Refuse a reference of which some rank has no weights, on all ranks: TRL shards it and sends
+    it none."""
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None or not weights_come_later(trainer.accelerator):
+        return
+    own = sum(weight.is_meta for weight in reference.parameters())
+    missing = trainer.accelerator.reduce(torch.tensor(own, device=trainer.accelerator.device))
+    if missing:
+        raise ValueError(
+            f"{int(missing)} weights of the reference model are on the device meta, expected all "
+            "ranks to have them: rank 0 alone read them (cpu_ram_efficient_loading), and TRL "
+            "shards a reference as it is. Set cpu_ram_efficient_loading=False in fsdp_config, or "
+            "train without a reference (adapters by peft_config, or beta=0.0 for GRPO)"
+        )
 
 
 def _check(trainer: Any, cp: Config) -> None:
@@ -124,11 +145,13 @@ def spread_padded(
     cost: CostModel | None,
     trained: MeanMetrics,
     trees: bool | Mapping[str, Any] = False,
+    expect_registered: Callable[[], None] = lambda: None,
 ) -> None:
     """Let all ranks compute a model's padded batches together where TRL asks for its fused head.
 
     Every rank of the domain calls the model equally often. `trained` gets the numbers of the
-    batches whose gradients are computed. `trees`: see `PaddedTrainer`."""
+    batches whose gradients are computed. `trees`: see `PaddedTrainer`. `expect_registered`: raises
+    as long as the model has another attention than hcp's."""
     cost = cost or cost_of_model(model, groups, cp.ranks_per_node)
     planned = (PlannedTrees if trees or isinstance(trees, Mapping) else PlannedAlone)(
         cp, groups, cost, trees if isinstance(trees, Mapping) else {}
@@ -140,6 +163,7 @@ def spread_padded(
     def forward(self: Any, *positional: Any, fused_lm_head: bool = False, **given: Any) -> Any:
         if not fused_lm_head:
             return fused(*positional, **given)
+        expect_registered()
         if positional:
             given["input_ids"], *more = positional
             if more:
