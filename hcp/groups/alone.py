@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from hcp.errors import HcpError
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables in which launchers tell a process how many were started."""
+
+this_thread = threading.local()
+"""Where the thread is one of several ranks, as in hcp.loopback, `ranks` is their number."""
 
 _log = logging.getLogger("hcp")
 
@@ -23,8 +27,16 @@ def initialize_alone(what: str, device: torch.device | str | None = None) -> Non
 
     `device`: where the rank computes, by default this process's GPU, or the CPU if it has none. A
     GPU gets NCCL, a CPU Gloo. `what` is named in errors. Raises HcpError if a launcher started
-    several processes: ranks that each took themselves for a job of one would train apart.
+    several processes, or this is one of several threads that are ranks: ranks that each took
+    themselves for a job of one would train apart.
     """
+    if (ranks := getattr(this_thread, "ranks", 1)) > 1:
+        raise HcpError(
+            f"{what} was called in hcp.loopback, whose {ranks} ranks are threads of one process, "
+            "expected the groups that it gives to its function; for process groups start "
+            f"processes: torchrun --nproc-per-node {ranks}",
+            code="not-initialised",
+        )
     if not dist.is_available():
         raise not_initialised(what)
     if dist.is_initialized():

@@ -26,6 +26,7 @@ from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import copy_to_self
 from hcp.exchange.transport import Pending, Share, flat_rows, register
+from hcp.groups.alone import this_thread
 
 Result = TypeVar("Result")
 
@@ -285,6 +286,13 @@ class LoopbackGroups:
     def rank(self, role: str) -> int:
         return self.transport.rank if role == "dp_cp" else self._unknown(role)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the groups of hcp.loopback have no {name!r}, only size, rank and transport of the "
+            "domain: for process groups start processes, by torchrun, and take those of "
+            "hcp.build_process_groups()"
+        )
+
     def planning_thread(self) -> NoReturn:
         raise ValueError(
             "hcp.loopback has no group of its own for plans that are made ahead: "
@@ -331,6 +339,7 @@ def loopback(
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
+        this_thread.ranks = ranks
         try:
             # One thread serves all backwards of a GPU otherwise, and would wait for itself.
             with torch.autograd.set_multithreading_enabled(False):

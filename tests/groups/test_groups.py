@@ -327,6 +327,23 @@ def test_a_rank_of_several_without_torch_distributed_is_told_what_to_call(monkey
         build_process_groups()
 
 
+def test_ranks_of_loopback_are_no_jobs_of_one_rank():
+    words = "build_process_groups was called in hcp.loopback, whose 2 ranks are threads"
+    with pytest.raises(hcp.HcpError, match=words) as raised:
+        hcp.loopback(2, lambda groups: hcp.build_process_groups())
+    assert raised.value.code == "not-initialised"
+
+
+def test_what_loopback_has_not_is_named():
+    def ask(groups):
+        assert not hasattr(groups, "dp_cp")
+        return groups.with_context_parallel(2)
+
+    words = "the groups of hcp.loopback have no 'with_context_parallel', only size, rank and"
+    with pytest.raises(AttributeError, match=words):
+        hcp.loopback(2, ask)
+
+
 def build_alone():
     logging.basicConfig(level=logging.INFO)
     first, second = build_process_groups(), build_process_groups(cp=1)
