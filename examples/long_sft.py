@@ -83,6 +83,8 @@ def texts_of(path: str) -> Dataset:
     found = Path(path)
     if found.is_dir():
         files = sorted(p for p in found.iterdir() if p.suffix in (".txt", ".md", ".py"))
+        if not files:
+            raise SystemExit(f"--data: {path} has no .txt, .md or .py file; name a .jsonl itself")
         return Dataset.from_list([{"text": p.read_text(errors="replace")} for p in files])
     kinds = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json"}
     kind = kinds.get(found.suffix, "parquet")
@@ -95,6 +97,8 @@ def texts_of(path: str) -> Dataset:
 
 def joined(texts: Dataset, tokenizer: Any, length: int) -> Dataset:
     """All texts one after the other, in rows of ``length`` tokens."""
+    if "text" not in texts.column_names:
+        raise SystemExit(f"--join takes rows of text, not {', '.join(texts.column_names)}")
     end = [tokenizer.eos_token_id]
     tokens = [t for row in texts for t in tokenizer(row["text"], verbose=False)["input_ids"] + end]
     starts = range(0, max(1, len(tokens) - length + 1), length)
@@ -253,9 +257,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help="name on the hub or folder")
-    add("--data", required=True, help="text file, folder, .jsonl, .parquet, or name on the hub")
-    add("--max-length", type=int, default=1_048_576, help="tokens of a sequence; the rest is cut")
-    add("--layers", type=int, default=0, help="so many layers with random weights (all, trained)")
+    add(
+        "--data",
+        required=True,
+        help=".txt, .md, .jsonl, .parquet, a folder of .txt, .md and .py, or name on the hub",
+    )
+    add(
+        "--max-length",
+        type=int,
+        default=1_048_576,
+        help="tokens of a sequence; the rest is cut (default: %(default)s)",
+    )
+    add(
+        "--layers",
+        type=int,
+        default=0,
+        help="layers of a model with random weights (default: the trained model, whole)",
+    )
     add(
         "--rope-parameters",
         type=json.loads,
@@ -264,22 +282,46 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '"original_max_position_embeddings": 32768}\'',
     )
     add("--join", action="store_true", help="join texts to rows of --max-length tokens")
-    add("--steps", type=int, default=20)
-    add("--sequences", type=int, default=1, help="of a step, on all ranks together")
-    add("--held-out", type=int, default=0, help="rows of the evaluation after the training")
+    add("--steps", type=int, default=20, help="updates (default: %(default)s)")
+    add(
+        "--sequences",
+        type=int,
+        default=1,
+        help="sequences of a step, on all ranks together (default: %(default)s)",
+    )
+    add(
+        "--held-out",
+        type=int,
+        default=0,
+        help="first sequences, not trained on but evaluated at the end (default: none)",
+    )
     add("--eval-cp", type=int, help="CP size of the evaluation (default: chosen as in training)")
-    add("--lr", type=float, default=1e-5)
+    add("--lr", type=float, default=1e-5, help="learning rate (default: %(default)s)")
     add("--prices", help="a file of `hcp calibrate --memory --model` (default: measured now)")
-    add("--device-gib", type=float, help="memory of a device (default: a share of all of it)")
-    add("--memory-share", type=float, default=0.92, help="of a device, for torch")
-    add("--host-gib", type=float, help="memory of the host for a rank (default: 0.8 of its share)")
-    add("--offload-state", action="store_true", help="parameters and optimizer on the host: FSDP2")
-    add("--fsdp", action="store_true", help="also where there is no GPU")
-    add("--save-steps", type=int, default=0, help="checkpoints of Transformers (default: none)")
-    add("--resume", help="a checkpoint to resume from")
+    add("--device-gib", type=float, help="what a GPU may hold (default: --memory-share of it)")
+    add(
+        "--memory-share",
+        type=float,
+        default=0.92,
+        help="share of a GPU's memory that training may fill (default: %(default)s)",
+    )
+    add(
+        "--host-gib",
+        type=float,
+        help="what a rank may hold of its host (default: an even share of 0.8 of it)",
+    )
+    add("--offload-state", action="store_true", help="parameters and optimizer on the host")
+    add("--fsdp", action="store_true", help="shard by FSDP2 without a GPU, too")
+    add(
+        "--save-steps",
+        type=int,
+        default=0,
+        help="steps from one checkpoint to the next (default: nothing is saved)",
+    )
+    add("--resume", metavar="DIR", help="checkpoint to resume from")
     add("--report-to", nargs="*", default=[], help="loggers of Transformers, such as wandb")
-    add("--output", default="runs/long_sft")
-    add("--seed", type=int, default=0)
+    add("--output", default="runs/long_sft", help="folder (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of random weights and the run (default: %(default)s)")
     return parser.parse_args(argv)
 
 

@@ -235,6 +235,15 @@ def test_a_length_that_cannot_fit_is_refused_before_training(folder, tmp_path):
         module.trainer_of(module.parse_args(argv))
 
 
+def test_data_without_texts_is_refused(folder, tmp_path):
+    module = example("long_sft")
+    with pytest.raises(SystemExit, match=r"--data: .* has no .txt, .md or .py file"):
+        module.texts_of(str(tmp_path))
+    talks = module.Dataset.from_list([{"messages": [{"role": "user", "content": "hi"}]}])
+    with pytest.raises(SystemExit, match="--join takes rows of text, not messages"):
+        module.joined(talks, None, 8)
+
+
 @pytest.mark.parametrize(("sequences", "accumulates"), [("1", False), ("2", True)])
 def test_several_sequences_leave_room_for_gradients_of_several_micro_batches(
     folder, tmp_path, sequences, accumulates
