@@ -346,6 +346,14 @@ def test_a_length_that_cannot_fit_is_refused_with_the_longest_that_can(model):
     assert memory.longest_of(*model, prices(), whole) >= longest
 
 
+def test_a_device_too_small_for_any_length_is_told(model):
+    from hcp.integrations.transformers import memory
+
+    message = "length is 512 tokens on 2 ranks, expected 0 or fewer: no length fits, and the least"
+    with pytest.raises(ValueError, match=message):
+        memory.choose(*model, prices(), memory.Machine(2, 2**20, 2**30), 512)
+
+
 def test_a_forecast_says_what_is_kept_and_why(model):
     told = chosen(model, gib=8).told()
     assert "262,144 tokens, 131,072 rows a rank: predicted" in told

@@ -218,11 +218,13 @@ def choose(
         return step.forecast(best)
     longest = longest_of(config, counted, prices, machine)
     least = min(max(step.phases(counts).values()) for counts in _leanest(counted.layers))
+    none = "" if longest else "no length fits, and "
     advice = "" if machine.offload_state else ", or offload parameters and optimizer to the host"
     raise ValueError(
-        f"length is {length:,} tokens on {machine.ranks} ranks, expected {longest:,} or fewer: the "
-        f"least that a device needs is {least / GIB:.2f} GiB of {machine.device_bytes / GIB:.2f}, "
-        f"with {machine.host_bytes / GIB:.2f} GiB of the host a rank. Take more ranks{advice}"
+        f"length is {length:,} tokens on {machine.ranks} ranks, expected {longest:,} or fewer: "
+        f"{none}the least that a device needs is {least / GIB:.2f} GiB of "
+        f"{machine.device_bytes / GIB:.2f}, with {machine.host_bytes / GIB:.2f} GiB of the host a "
+        f"rank. Take more ranks{advice}"
     )
 
 
