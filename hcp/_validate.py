@@ -59,6 +59,15 @@ def expect_sizes(name: str, values: Sequence[Any], least: int = 1) -> tuple[int,
     return tuple(expect_size(f"{name}[{i}]", v, least=least) for i, v in enumerate(values))
 
 
+def expect_groups(groups: object, name: str = "groups") -> None:
+    """Raise ValueError unless these are process groups of hcp, which carry rows."""
+    if not hasattr(groups, "transport"):
+        raise ValueError(
+            f"{name} is {groups!r:.60}, expected hcp.ProcessGroups: hcp.build_process_groups(), or "
+            "hcp.ProcessGroups.from_existing(...) of a trainer's own"
+        )
+
+
 def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless the value is one of the choices."""
     if value not in choices:

@@ -88,7 +88,8 @@ def check(inputs: Inputs, rows: int, device: torch.device) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected (rows, heads, head_dim)"
+                f"{name} has shape {tuple(tensor.shape)}, expected (rows, heads, head_dim): the "
+                "rows of all sequences end to end, no dimension of the batch"
             )
         _check_rows(name, tensor, query, rows, device)
     if key.shape[2] != query.shape[2]:

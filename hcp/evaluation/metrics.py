@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hcp._validate import expect_groups
 from hcp.errors import HcpError
 from hcp.exchange.gather import all_gather_object, rank_in_messages
 from hcp.groups.process_groups import ProcessGroups
@@ -55,6 +56,7 @@ class Metrics:
         Args:
             eval_pgs: the process groups of the layout under which the model is evaluated.
         """
+        expect_groups(eval_pgs, "eval_pgs")
         self._groups = eval_pgs
         self._sums: dict[str, list[Tensor]] = {}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hcp._digest import digest_of
-from hcp._validate import expect_names, expect_size
+from hcp._validate import expect_groups, expect_names, expect_size
 from hcp._words import Sync
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
@@ -180,6 +180,7 @@ class DynamicCPCollator:
         planned.
         `alignment`: the rows of every rank are a multiple of it. `masks`: gives the masks of
         sequences of these lengths. `fields`: see `hcp.dispatch`."""
+        expect_groups(groups)
         self.config, self.groups, self.to_sample = config, groups, to_sample
         ranks = groups.size("dp_cp")
         self.planner = StepPlanner.of(
@@ -835,6 +836,11 @@ def check_eval_size(config: Config) -> None:
 def check_model_config(config: Config) -> None:
     """Raise ValueError for options that only Megatron-style layers follow, and for the eval CP size
     "auto", which nobody has replaced by a number."""
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"cp is {config!r:.60}, expected options, such as "
+            "hcp.Config(max_seqlen_per_dp_cp_rank=8192)"
+        )
     if len(config.comm_types) > 1:
         raise ValueError(
             f"cp_comm_type lists {list(config.comm_types)}, expected one for all layers: the "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hcp._ranges import ranged
-from hcp._validate import expect_items, expect_sizes, plain
+from hcp._validate import expect_groups, expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
@@ -53,7 +53,8 @@ from hcp.step.stats import StepStats, stats_of
 _log = logging.getLogger("hcp")
 
 _lock = threading.Lock()
-_told: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+_told: set[object] = set()
+"""What was warned of, once in a process."""
 """Kernels of prices, and others that computed: who has been warned of."""
 
 
@@ -185,6 +186,7 @@ def gather_lengths(
     Raises:
         HcpError: a rank's samples could not be loaded or have a fault.
     """
+    expect_groups(groups)
     loaded: list[Sample] = []
 
     def prepare() -> bytes:
@@ -587,6 +589,7 @@ def dispatch(
         ValueError: a wrong argument on this rank.
         HcpError: ranks differ, another rank refused, or a peer is gone.
     """
+    expect_groups(groups)
     transport = groups.transport
     if passage is not None:
         warnings.warn(
@@ -646,6 +649,7 @@ def dispatch(
     said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
     agreed = said.agreed(_MUST_AGREE, {"plan": plan.to_dict, "sources": loaded_by.ranks.tolist})
     loss_tokens.set(said.loss_tokens)
+    _tell_of_no_loss(loss_tokens, loss_mask, transport)
     rules = check_rules(fields, loss_mask)
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in agreed["fields"] or []
@@ -682,6 +686,25 @@ def _expect_counted(plan: Plan, transport: Transport) -> None:
         )
 
 
+def _first(told: object) -> bool:
+    """Whether this process has not warned of it yet."""
+    with _lock:
+        known = told in _told
+        _told.add(told)
+    return not known
+
+
+def _tell_of_no_loss(loss_tokens: LossTokens, loss_mask: str, transport: Transport) -> None:
+    """Warn once, on the first rank, of a batch in which no token has a loss."""
+    if loss_tokens.count == 0 and transport.rank == 0 and _first(loss_mask):
+        _log.warning(
+            "hcp: no token of a global batch has a loss: %r is 0 everywhere, as labels of -100 "
+            "make it. The loss and all gradients of this batch are 0. Check how labels are "
+            "masked; further such batches are not told of",
+            loss_mask,
+        )
+
+
 def _tell_of_other_kernels(
     plan: Plan, handler_cls: type[ContextParallelHandler], transport: Transport
 ) -> None:
@@ -691,10 +714,8 @@ def _tell_of_other_kernels(
     if transport.rank > 0 or not plan.kernels or not own:
         return
     here = tuple(computing(handler_cls.kernel_family, transport.device))
-    with _lock:
-        if here == plan.kernels or (plan.kernels, here) in _told:
-            return
-        _told.add((plan.kernels, here))
+    if here == plan.kernels or not _first((plan.kernels, here)):
+        return
     _log.warning(
         "the plan goes by prices of the attention kernels %s, and %s compute attention here: "
         "measure prices of these by `hcp calibrate --attention-backend %s --out "

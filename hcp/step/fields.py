@@ -120,7 +120,7 @@ def in_tensors(samples: Iterable[Given], rules: Rules) -> Iterator[Sample]:
     for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping) or not sample:
             given = "empty" if isinstance(sample, Mapping) else type(sample).__name__
-            raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
+            raise ValueError(f"samples[{i}] is {given}, expected names and tensors, as a dict")
         others = {name: x for name, x in sample.items() if not isinstance(x, Tensor)}
         made = {name: _in_tensor(x, name, i, rules) for name, x in others.items()}
         for name, x in sample.items():

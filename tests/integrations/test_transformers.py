@@ -1644,6 +1644,8 @@ def refuse_arguments(rank, size, folder):
     unchosen = hcp.Config(max_seqlen_per_dp_cp_rank=8, eval_context_parallel_size="auto")
     with pytest.raises(ValueError, match="eval_context_parallel_size is 'auto', expected a number"):
         Trainer(build("llama"), args, cp=unchosen)
+    with pytest.raises(ValueError, match=r"cp is 2, expected options, such as hcp.Config\(max"):
+        Trainer(build("llama"), args, cp=2)
     mixed = hcp.Config(max_seqlen_per_dp_cp_rank=8, cp_comm_type=("p2p", "a2a"))
     with pytest.raises(ValueError, match=r"cp_comm_type lists .*, expected one for all layers"):
         Trainer(build("llama"), args, cp=mixed)

@@ -485,3 +485,38 @@ def test_prices_of_other_kernels_are_warned_of_once(caplog: pytest.LogCaptureFix
         "the plan goes by prices of the attention kernels flash_attn_3, te_fused, and torch "
         "compute attention here: measure prices of these by `hcp calibrate "
     )
+
+
+def dispatch_masked(weights: list[float]) -> None:
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+    given = {"tokens": torch.arange(5), "loss_mask": torch.tensor(weights)}
+    hcp.loopback(1, lambda groups: len(hcp.dispatch(plan, [given], [0], groups)))
+
+
+def test_a_batch_without_a_loss_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hcp.step.dispatch._told", set())
+    dispatch_masked([0.0, 0, 0, 0, 1])
+    assert not caplog.records
+    for _ in range(2):
+        dispatch_masked([0.0] * 5)
+    (warned,) = caplog.records
+    assert warned.levelname == "WARNING"
+    assert "no token of a global batch has a loss: 'loss_mask' is 0 everywhere" in (
+        warned.getMessage()
+    )
+
+
+@pytest.mark.parametrize("given", [None, torch.nn.Identity()])
+def test_what_is_no_group_is_refused_by_name(given: Any) -> None:
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+    words = (
+        r"groups is (None|Identity\(\)), expected hcp.ProcessGroups: hcp.build_process_groups\(\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        hcp.gather_lengths([sample(0, 5)], given)
+    with pytest.raises(ValueError, match=words):
+        hcp.dispatch(plan, [sample(0, 5)], [0], given)
+    with pytest.raises(ValueError, match=f"eval_pgs{words[6:]}"):
+        hcp.Metrics(given)

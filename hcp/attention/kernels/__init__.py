@@ -457,7 +457,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, choice: KernelChoice) -
     if not fitting:
         raise ValueError(
             f"dtype is {dtype} on {device.type}, expected one of "
-            f"{[t for k in candidates for t in k.dtypes]} for {family!r}"
+            f"{list(dict.fromkeys(t for k in candidates for t in k.dtypes))} for {family!r}"
         )
     if softcap == 0.0:
         return fitting[0]
