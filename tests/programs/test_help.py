@@ -113,6 +113,12 @@ def test_a_command_calls_itself_hcp_in_its_errors(command: str) -> None:
     assert "python -m hcp" not in done.stderr
 
 
+def test_the_launcher_asks_for_the_script_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        built("hcp.integrations.megatron.launch").parse_args([])
+    assert capsys.readouterr().err.endswith("arguments are required: SCRIPT\n")
+
+
 def test_an_unknown_command_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     for given, says in (["plam"], "'plam' is not a command"), ([], "no command is given"):
         assert main(given) == 2

@@ -39,12 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Run a script of Megatron-LM's, such as pretrain_gpt.py, with hcp in place.",
     )
     parser.add_argument("script", metavar="SCRIPT", help="its file, in a checkout of Megatron-LM")
-    parser.add_argument(
+    flags = parser.add_argument(
         "flags",
         nargs=argparse.REMAINDER,
         metavar="FLAGS",
         help="the script's own flags (default: none)",
     )
+    flags.required = False  # argparse would name them beside a script that is missing
     return parser
 
 
