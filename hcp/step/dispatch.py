@@ -54,8 +54,7 @@ _log = logging.getLogger("hcp")
 
 _lock = threading.Lock()
 _told: set[object] = set()
-"""What was warned of, once in a process."""
-"""Kernels of prices, and others that computed: who has been warned of."""
+"""What was warned of in this process."""
 
 
 class Groups(Protocol):
