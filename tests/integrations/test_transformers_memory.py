@@ -229,6 +229,54 @@ def test_a_recomputed_layer_does_not_compute_its_mlp_a_third_time():
     assert max(rows) == 5
 
 
+@pytest.mark.parametrize("word", ["keep", "recompute"])
+def test_the_last_norm_computes_so_many_rows_at_a_time(word):
+    """Whatever the layers keep, in the forward and again in the backward."""
+    from hcp.integrations.transformers import memory
+
+    model = build()
+    rows = []
+    norm = type(model.model.norm)
+    own = norm.forward
+
+    def counted(self, hidden):
+        if self is model.model.norm:
+            rows.append(hidden.shape[1])
+        return own(self, hidden)
+
+    memory.apply(model, memory.Choice((word,) * 4, chunk_rows=20))
+    with mock.patch.object(norm, "forward", counted):
+        ids = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert rows == 2 * [20, 20, 20, 1]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-14), (torch.bfloat16, 2**-7)])
+def test_a_norm_in_chunks_is_that_of_all_rows(dtype, within):
+    """Rows and their gradients bit for bit, and the gradient of its weight to the rounding of the
+    largest: those of chunks are summed in float32 or wider."""
+    from hcp.integrations.transformers.memory.row_chunks import InChunks
+
+    made = torch.Generator().manual_seed(3)
+    exact = build().model.norm
+    with torch.no_grad():
+        exact.weight.copy_(1 + torch.rand(32, generator=made))
+    norm = copy.deepcopy(exact).to(dtype)
+    rows, grad = (torch.randn(1, 1001, 32, generator=made).to(dtype) for _ in range(2))
+    exact.weight.data.copy_(norm.weight)
+
+    def computed(part, forward, wide):
+        hidden = rows.to(wide).requires_grad_()
+        out = forward(hidden)
+        return [out, *torch.autograd.grad(out, (hidden, part.weight), grad.to(wide))]
+
+    expected = computed(exact, exact, torch.float64)
+    whole, chunked = (computed(norm, f, dtype) for f in (norm, InChunks(norm, 50, None)))
+    for a, b in zip(whole[:2], chunked[:2], strict=True):
+        assert torch.equal(a, b)
+    assert (chunked[2] - expected[2]).abs().max() <= within * expected[2].abs().max()
+
+
 def test_a_number_and_its_conjugate_are_two():
     from torch.autograd.graph import saved_tensors_hooks
 
@@ -283,16 +331,19 @@ def test_a_graph_may_be_walked_twice():
         assert torch.allclose(twice[name], 2 * grad, rtol=1e-12, atol=1e-14), name
 
 
-def sharded(rank, size, layers, rows):
-    """Two steps' losses of a model that FSDP2 shards, layer by layer."""
+def sharded(rank, size, layers, rows, apart=False):
+    """Two steps' losses of a model that FSDP2 shards, layer by layer. `apart`: the last norm and
+    the head are one group, as Accelerate makes it."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from hcp.integrations.transformers import DynamicCPDataLoader, causal_lm_loss, memory
 
     model = registered()
     memory.apply(model, memory.Choice(layers, chunk_rows=rows))
-    for part in (*model.model.layers, model):
+    head = [[model.model.norm, model.lm_head]] if apart else []
+    for part in (*model.model.layers, *head, model):
         fully_shard(part)
+    for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # Gloo has no average
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -315,9 +366,10 @@ def sharded(rank, size, layers, rows):
     return losses
 
 
-def test_under_fsdp2():
+@pytest.mark.parametrize("apart", [False, True])
+def test_under_fsdp2(apart):
     plain = run_ranks(2, sharded, ("keep",) * 4, 0)
-    found = run_ranks(2, sharded, MIXED, 4)
+    found = run_ranks(2, sharded, MIXED, 4, apart)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-12)
     assert plain[0][1] != plain[0][0]
@@ -374,6 +426,10 @@ def test_what_a_choice_cannot_be_applied_to_is_refused():
     model = build()
     memory.apply(model, again)
     with pytest.raises(ValueError, match=r"a layer has a forward of its own.*remove\(\)"):
+        memory.apply(model, again)
+    model = build()
+    memory.apply(model, memory.Choice(("keep",) * 4, chunk_rows=4))
+    with pytest.raises(ValueError, match=r"the last norm has a forward of its own.*remove\(\)"):
         memory.apply(model, again)
     model = build()
     checkpointing(model)

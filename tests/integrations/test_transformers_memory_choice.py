@@ -130,7 +130,8 @@ def test_parameters_are_counted_as_the_model_has_them():
 
 
 def whole_model_on_meta(counts, rows, counted, norm=False):
-    """The most bytes of a step of all layers, and the last norm, walked through without values."""
+    """The most bytes of a step of all layers, and the last norm, walked through without values;
+    and those from the norm's backward on until its gradient is there."""
     import transformers
 
     from hcp.integrations.transformers import memory
@@ -145,14 +146,19 @@ def whole_model_on_meta(counts, rows, counted, norm=False):
     if not norm:
         model.model.norm = torch.nn.Identity()
     memory.apply(model, memory.Choice(words, counted.chunk_of(rows)))
+    of_norm = []
+    model.model.norm.register_forward_pre_hook(
+        lambda norm, given: given[0].register_hook(lambda grad: of_norm.append(live.most)) and None
+    )
     mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
     tokens = torch.zeros(1, rows, device="meta", dtype=torch.long)
     with LiveBytes() as live:
         out = model.model(input_ids=tokens, attention_mask=mask, use_cache=False)
         edge, like = get_gradient_edge(out.last_hidden_state), torch.empty_like(out[0])
         del out
+        most, live.most = live.most, live.now
         torch.autograd.backward([edge], [like])
-    return live.most
+    return max(most, live.most), *of_norm
 
 
 @pytest.mark.parametrize(
@@ -163,26 +169,35 @@ def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
     """Without the loss, and what parameters take."""
     step, phases = phases_of(counts, rows)
     predicted = max(size for name, size in phases.items() if "layers" in name or "forward" in name)
-    walked = whole_model_on_meta(counts, rows, step.counted)
+    walked, _ = whole_model_on_meta(counts, rows, step.counted)
     assert predicted == pytest.approx(walked, rel=0.03)
 
 
-def phases_of(counts, rows):
+def phases_of(counts, rows, chunk_rows=16_384):
     from hcp.integrations.transformers import memory
     from hcp.integrations.transformers.memory.chooser import Counts, _Step
 
     model = config(layers=6, sizes=WIDE)
-    counted = memory.model_bytes(model, torch.bfloat16)
+    counted = memory.model_bytes(model, torch.bfloat16, chunk_rows)
     machine = memory.Machine(1, 2**40, offload_state=True)
     step = _Step(model, counted, prices(), machine, rows)
     return step, step.phases(Counts(0, 0, *counts))
 
 
 def test_the_backward_of_the_last_norm_is_that_of_a_walk():
-    step, phases = phases_of((4, 2), 60_000)
+    step, phases = phases_of((4, 2), 60_000, chunk_rows=0)
     predicted = phases["the backward of the last norm"] - step.weights.head
     assert predicted > max(size for name, size in phases.items() if "layers" in name)
-    walked = whole_model_on_meta((4, 2), 60_000, step.counted, norm=True)
+    walked, _ = whole_model_on_meta((4, 2), 60_000, step.counted, norm=True)
+    assert predicted == pytest.approx(walked, rel=0.03)
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (0, 6)])
+def test_the_last_norm_in_chunks_is_not_the_fullest(counts):
+    step, phases = phases_of(counts, 60_000)
+    predicted = phases["the backward of the last norm"] - step.weights.head
+    assert predicted < max(size for name, size in phases.items() if "layers" in name)
+    _, walked = whole_model_on_meta(counts, 60_000, step.counted, norm=True)
     assert predicted == pytest.approx(walked, rel=0.03)
 
 

@@ -27,8 +27,9 @@ class Choice:
     layers: Sequence[LayerRows]
     """One word for each layer, first to last."""
     chunk_rows: int = 0
-    """Rows of a chunk, in which MLPs and norms of recomputed layers compute, one after the other;
-    0: all rows at once. What they make inside is then in memory for one chunk alone."""
+    """Rows of a chunk, in which MLPs and norms of recomputed layers, and the last norm of the
+    model, compute, one after the other; 0: all rows at once. What they make inside is then in
+    memory for one chunk alone."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, str) or not isinstance(self.layers, Sequence):

@@ -162,7 +162,10 @@ class Forecast:
         counts: dict[str, int] = {word: self.choice.layers.count(word) for word in ROWS}
         layers = ", ".join(f"{n} {_WORDS[word]}" for word, n in counts.items() if n)
         if chunks := self.choice.chunk_rows:
-            layers += f"; MLPs and norms of recomputed layers in chunks of {chunks:,} rows"
+            again = "MLPs and norms of recomputed layers and " * any(
+                counts[word] for word in ("recompute", "recompute_offload")
+            )
+            layers += f"; {again}the last norm in chunks of {chunks:,} rows"
         parts = ", ".join(f"{name} {s:.3g} s" for name, s in self.parts.items() if s)
         worst = max(self.phases, key=lambda name: self.phases[name])
         return (
@@ -295,8 +298,9 @@ class _Step:
         # The last hidden states, normed, and their gradient. Logits are made in chunks of as many
         # bytes as these, rounded up to a power of two: of less than twice as many.
         self.row = rows * counted.width * counted.itemsize
-        self.loss = counted.norm.held.at(rows) + 4 * self.row
-        self.norm_backward = counted.norm.backward.at(rows)
+        norm = counted.norm(rows)
+        self.loss = norm.held.at(rows) + 4 * self.row
+        self.norm_backward = norm.backward.at(rows)
 
     def phases(self, counts: Counts) -> dict[str, int]:
         """The most bytes on the device in each phase. Rows that were held by layers above are gone
@@ -375,9 +379,8 @@ class _Step:
     def forecast(self, counts: Counts) -> Forecast:
         words = [word for word, n in zip(_ORDER, counts, strict=True) for _ in range(n)]
         parts, phases = self.seconds(counts), self.phases(counts)
-        again = counts.recompute + counts.recompute_offload
         return Forecast(
-            choice=Choice(words, self.counted.chunk_of(self.rows) if again else 0),
+            choice=Choice(words, self.counted.chunk_of(self.rows)),
             length=self.length,
             rows=self.rows,
             seconds=sum(parts.values()),

@@ -9,6 +9,7 @@ import copy
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,8 +88,10 @@ class ModelBytes:
     """Of the embedding, the head and the last norm."""
     embedding_parameters: int
     """Of the embedding, 0 where it is the head's weight, too."""
-    norm: LayerBytes
+    whole_norm: LayerBytes
     """Of what lies between the last layer and the head: the last norm."""
+    norm_in_chunks: LayerBytes | None
+    """The same in chunks; None: as for layers."""
 
     @property
     def parameters(self) -> int:
@@ -97,7 +100,12 @@ class ModelBytes:
     def of(self, word: LayerRows, rows: int) -> LayerBytes:
         if not word.startswith("recompute"):
             return self.kept
-        return self.in_chunks if self.in_chunks and rows > 2 * self.chunk_rows else self.recomputed
+        chunks = self.in_chunks if self.chunk_of(rows) else None
+        return chunks or self.recomputed
+
+    def norm(self, rows: int) -> LayerBytes:
+        chunks = self.norm_in_chunks if self.chunk_of(rows) else None
+        return chunks or self.whole_norm
 
     def chunk_of(self, rows: int) -> int:
         """Rows of a chunk where a rank has so many rows; 0: there are none."""
@@ -110,7 +118,8 @@ def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> Mo
     Args:
         config: of a causal language model of Transformers.
         dtype: of weights and rows as layers compute them.
-        chunk_rows: rows of a chunk of MLPs and norms in recomputed layers of many rows; 0: none.
+        chunk_rows: rows of a chunk of MLPs and norms in recomputed layers, and of the last norm,
+            where there are many rows; 0: none.
 
     Returns:
         The bytes of one layer under each word, and the numbers of parameters.
@@ -121,11 +130,12 @@ def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> Mo
     text = config.get_text_config()
     model = _of_one_layer(config, dtype)
     layer = _Layer(model, dtype)
-    chunked = None
+    chunked = norm_in_chunks = None
     if chunk_rows:
         try:
             chunks = tuple(n * chunk_rows for n in (2, 4, 8, 16, 32))
             chunked = layer.counted(Choice(["recompute"], chunk_rows), chunks)
+            norm_in_chunks = layer.norm_counted(Choice(["keep"], chunk_rows), chunks)
         except ValueError:  # its MLP computes all rows at once
             chunk_rows = 0
     own, embedding = _numel(layer.layer), model.get_input_embeddings()  # type: ignore[operator]
@@ -141,7 +151,8 @@ def model_bytes(config: Any, dtype: torch.dtype, chunk_rows: int = 16_384) -> Mo
         layer_parameters=own,
         other_parameters=_numel(model) - own,
         embedding_parameters=0 if tied else _numel(embedding),
-        norm=layer.norm_counted(ROWS),
+        whole_norm=layer.norm_counted(Choice(["keep"]), ROWS),
+        norm_in_chunks=norm_in_chunks,
     )
 
 
@@ -175,14 +186,19 @@ class _Layer:
         self.model, self.dtype = model, dtype
 
     def counted(self, choice: Choice, rows: tuple[int, ...]) -> LayerBytes:
+        return self._counted(self._count, choice, rows)
+
+    def norm_counted(self, choice: Choice, rows: tuple[int, ...]) -> LayerBytes:
+        return self._counted(self._count_norm, choice, rows)
+
+    def _counted(
+        self, count: Callable[[int], _Counts], choice: Choice, rows: tuple[int, ...]
+    ) -> LayerBytes:
         applied = apply(self.model, choice)
         try:
-            return _between(rows, [self._count(count) for count in rows])
+            return _between(rows, list(map(count, rows)))
         finally:
             applied.remove()
-
-    def norm_counted(self, rows: tuple[int, ...]) -> LayerBytes:
-        return _between(rows, [self._count_norm(count) for count in rows])
 
     def _count(self, rows: int) -> _Counts:
         hidden, others, named = self._arguments(rows)

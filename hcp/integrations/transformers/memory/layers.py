@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hcp.attention.kept import KeptResults
 from hcp.integrations.transformers.memory.choice import Choice, LayerRows
 from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies
-from hcp.integrations.transformers.memory.row_chunks import InChunks, row_wise_of
+from hcp.integrations.transformers.memory.row_chunks import InChunks, norms_outside, row_wise_of
 
 
 class Applied:
@@ -62,7 +62,10 @@ def apply(model: nn.Module, choice: Choice) -> Applied:
     _check(model, layers, choice)
     words = list(zip(layers, choice.layers, strict=True))
     again = [layer for layer, word in words if word.startswith("recompute")]
-    parts = [part for layer in again for part in row_wise_of(layer)] if choice.chunk_rows else []
+    parts: list[nn.Module] = []
+    if choice.chunk_rows:
+        parts = [part for layer in again for part in row_wise_of(layer)]
+        parts += norms_outside(model, layers)
     applied, host = Applied(choice), _Host()
     for layer, word in words:
         if word != "keep":
@@ -96,10 +99,16 @@ def _check(model: nn.Module, layers: list[nn.Module], choice: Choice) -> None:
     for layer in layers:
         _expect_no_checkpointing(layer)
     if any("forward" in vars(layer) for layer in layers):
-        raise ValueError(
-            "a layer has a forward of its own already, expected that of its class: remove() the "
-            "choice that was applied before"
-        )
+        raise _applied_before("a layer")
+    if any(isinstance(vars(part).get("forward"), InChunks) for part in model.modules()):
+        raise _applied_before("the last norm")
+
+
+def _applied_before(what: str) -> ValueError:
+    return ValueError(
+        f"{what} has a forward of its own already, expected that of its class: remove() the "
+        "choice that was applied before"
+    )
 
 
 def _expect_no_checkpointing(layer: nn.Module) -> None:

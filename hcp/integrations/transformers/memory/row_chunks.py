@@ -24,8 +24,17 @@ Forward = Callable[[Tensor], Tensor]
 def row_wise_of(layer: nn.Module) -> list[nn.Module]:
     """Return the parts of a layer that compute each row by itself and make much inside: its MLP and
     its norms. Raises ValueError where the MLP is not of matrices alone."""
-    norms = [part for part in layer.modules() if type(part).__name__.endswith("Norm")]
-    return [_mlp_of(layer), *norms]
+    return [_mlp_of(layer), *_norms_of(layer)]
+
+
+def norms_outside(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the norms of a model that are in none of its layers: the last one, before the head."""
+    inside = {part for layer in layers for part in layer.modules()}
+    return [part for part in _norms_of(model) if part not in inside]
+
+
+def _norms_of(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if type(part).__name__.endswith("Norm")]
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:
