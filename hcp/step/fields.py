@@ -267,7 +267,10 @@ def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
         if i == 0:
             first, seen = fields, signature
         elif fields != first:
-            raise ValueError(f"samples[{i}] has fields {fields}, expected {first} as samples[0]")
+            raise ValueError(
+                f"samples[{i}] has fields {fields}, expected {first} as samples[0]: a name, a "
+                "dtype, and the sizes after the first, which is that of tokens"
+            )
     return first
 
 

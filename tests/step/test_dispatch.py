@@ -127,6 +127,16 @@ def gather(rank: int, size: int) -> tuple[list[int], list[int], int]:
     return lengths, sources, len(samples)
 
 
+def test_tokens_with_a_dimension_of_the_batch_are_told_which_size_counts() -> None:
+    def run(groups: Any) -> None:
+        given = [{"tokens": torch.ones(1, n, dtype=torch.long)} for n in (5, 7)]
+        plan = hcp.plan([1, 1], ranks=1, max_tokens_per_rank=2)
+        list(hcp.dispatch(plan, given, [0, 0], groups))
+
+    with pytest.raises(ValueError, match=r"samples\[1\] has fields .* the sizes after the first"):
+        hcp.loopback(1, run)
+
+
 def test_lengths_are_gathered_by_rank_then_order() -> None:
     for rank, (lengths, sources, loaded) in enumerate(run_ranks(3, gather)):
         assert lengths == [3, 3, 4]
