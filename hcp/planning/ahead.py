@@ -20,6 +20,7 @@ Planned = TypeVar("Planned")
 
 _PATIENCE = 5.0
 """Seconds for which the interpreter's end waits for calls that are under way."""
+_WHAT = "a thread that plans ahead"
 
 
 class PlanningTime(NamedTuple):
@@ -42,7 +43,7 @@ class WorkerCall(Generic[Planned]):
 
     def __init__(self, function: Callable[[], Planned]) -> None:
         self._function: Callable[[], Planned] | None = function
-        self._done = threading.Event()
+        self._done, self._process = threading.Event(), os.getpid()
         self._result: Any = None
         self._error: BaseException | None = None
         self.seconds = 0.0
@@ -66,6 +67,7 @@ class WorkerCall(Generic[Planned]):
 
     def result(self) -> Planned:
         """Wait for the result, and return it; raise what the call has raised."""
+        expect_here(self._process, _WHAT)  # no thread of a forked process ends it
         self._done.wait()
         result, error, self._result, self._error = self._result, self._error, None, None
         if error is not None:
@@ -93,7 +95,7 @@ class Worker:
         threading.Thread(target=_run, args=(calls,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Planned]) -> WorkerCall[Planned]:
-        expect_here(self._process, "a thread that plans ahead")
+        expect_here(self._process, _WHAT)
         call = WorkerCall(function)
         _under_way.add(1)
         self._calls.put(call)

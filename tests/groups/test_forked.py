@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 import hcp
-from hcp.planning.ahead import Worker
+from hcp.planning.ahead import PlanAhead, Worker
 
 LENGTH = 16
 
@@ -136,3 +137,17 @@ def test_threads_of_the_parent_are_not_waited_for() -> None:
 
     for said in hcp.loopback(2, loop):
         assert "HCP-other-process" in said
+
+
+def test_a_child_does_not_wait_for_what_its_parents_thread_plans() -> None:
+    goes_on = threading.Event()
+
+    def prepare(batch: int) -> int:
+        assert batch == 0 or goes_on.wait(30)
+        return batch
+
+    with PlanAhead([0, 1], prepare) as steps:
+        assert next(steps) == (0, 0)
+        assert "HCP-other-process" in in_a_child(lambda: next(steps))
+        goes_on.set()
+        assert next(steps) == (1, 1)
