@@ -308,7 +308,8 @@ def _places(
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = vars(module).get("_modules", {})  # TorchScript's has none there
-    return ((key, child) for key, child in children.items() if child is not None)
+    # A list: other threads add modules to others meanwhile.
+    return ((key, child) for key, child in list(children.items()) if child is not None)
 
 
 def _step(key: str) -> _Path:

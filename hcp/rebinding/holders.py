@@ -175,7 +175,7 @@ def _reached(walk: Walk) -> dict[int, Any]:
         attributes = own_attributes(holder) if is_a(holder, torch.nn.Module) else None
         if attributes is None or _is_plain(holder):
             parts = [part for part in gc.get_referents(holder) if _is_part(part)]
-            parts += [part for part in (attributes or {}).values() if type(part) is dict]
+            parts += [part for part in list((attributes or {}).values()) if type(part) is dict]
             reached |= {id(part): holder for part in parts}
     return reached | {id(holder): holder for holder in (*walk.kept, *walk.tuples)}
 

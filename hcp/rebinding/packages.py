@@ -107,7 +107,7 @@ def imported_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
             namespace = own_attributes(sys.modules.get(name))
             if namespace is not None:
                 code: Any = (types.FunctionType, types.ModuleType, type)
-                defined = (key for key, value in namespace.items() if is_a(value, code))
+                defined = (key for key, value in list(namespace.items()) if is_a(value, code))
                 yield name.rpartition(".")[2], namespace, (*stay, *defined)
 
 

@@ -1,4 +1,8 @@
-"""List the places in which an object holds values, in an order that is equal on every rank."""
+"""List the places in which an object holds values, in an order that is equal on every rank.
+
+What other threads may change meanwhile, such as a dictionary, is copied as a whole before its items
+are looked at: CPython refuses to go on with one that has grown.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +76,18 @@ def _items(holder: Any, path: str) -> Iterator[Place]:
         for position, (key, value) in enumerate(list(dict.items(holder))):
             yield "item", holder, key, value, f"{path}[{key_text(key, position)}]"
     elif issubclass(cls, (list, deque)):
-        items: Any = list.__iter__ if issubclass(cls, list) else deque.__iter__
-        for i, value in enumerate(items(holder)):
+        items = list.copy(holder) if issubclass(cls, list) else _items_of_deque(holder)
+        for i, value in enumerate(items):
             yield "item", holder, i, value, f"{path}[{i}]"
     elif derived.is_numpy(holder):
         for at in itertools.product(*map(range, holder.shape)):
             yield "item", holder, at, holder[at], f"{path}[{', '.join(map(str, at))}]"
+
+
+def _items_of_deque(holder: deque[Any]) -> list[Any]:
+    """Return the items of a deque, also of a class with an iterator of its own. The iterator is
+    made and used within one call, in which no other thread runs."""
+    return list(itertools.chain.from_iterable(map(deque.__iter__, (holder,))))
 
 
 def _object_places(holder: Any, path: str) -> Iterator[Place]:
@@ -95,11 +105,11 @@ def _module_places(module: torch.nn.Module, path: str) -> list[Place]:
     if not is_wrapper(type(module)):
         found += [
             ("item", attributes, name, value, f"{path}.{name}")
-            for name, value in attributes.items()
+            for name, value in list(attributes.items())
             if name not in _MODULE_KEEPS and name != MODEL_TABLES
         ]
         for owner in (module._parameters, module._buffers):
-            for name, tensor in owner.items():
+            for name, tensor in list(owner.items()):
                 if tensor is not None:
                     found.append(
                         (
@@ -113,7 +123,7 @@ def _module_places(module: torch.nn.Module, path: str) -> list[Place]:
         for name in MODULE_HOOKS:
             if attributes[name]:
                 found += _hooks(attributes[name], f"{path}.{name}")
-    for name, child in module._modules.items():
+    for name, child in list(module._modules.items()):
         found.append(
             (
                 "item",
@@ -187,9 +197,9 @@ def _function_places(function: types.FunctionType, path: str) -> Iterator[Place]
         yield "fixed", function, "__closure__", cell, f"{path}.<{name}>"
     if function.__defaults__:
         yield "attribute", function, "__defaults__", function.__defaults__, f"{path}.__defaults__"
-    for name, value in (function.__kwdefaults__ or {}).items():
+    for name, value in list((function.__kwdefaults__ or {}).items()):
         yield "item", function.__kwdefaults__, name, value, f"{path}.<{name}>"
-    for name, value in vars(function).items():
+    for name, value in list(vars(function).items()):
         yield "item", vars(function), name, value, f"{path}.{name}"
 
 
@@ -207,7 +217,7 @@ def _partial_places(holder: Any, path: str) -> Iterator[Place]:
         return
     yield "fixed", holder, "func", holder.func, f"{path}.func"
     yield "attribute", PartialArguments(holder), "value", holder.args, f"{path}.args"
-    for name, value in holder.keywords.items():
+    for name, value in list(holder.keywords.items()):
         yield "item", holder.keywords, name, value, f"{path}.keywords[{name!r}]"
 
 
@@ -221,7 +231,7 @@ def _proxy_places(proxy: Any, path: str) -> Iterator[Place]:
 def _local_places(local: threading.local, path: str) -> Iterator[Place]:
     """Yield the dictionaries that a thread-local object keeps for all threads."""
     by_thread = [d for d in gc.get_referents(local) if type(d) is dict]
-    for position, values in enumerate(v for d in by_thread for v in d.values()):
+    for position, values in enumerate(v for d in by_thread for v in list(d.values())):
         if type(values) is dict:
             yield "fixed", local, "threads", values, f"{path}.threads[{position}]"
 

@@ -154,7 +154,7 @@ class Records:
 
     def _current_buffers(self) -> Iterator[torch.Tensor]:
         for buffers in self.buffers:
-            yield from (tensor for tensor in buffers.values() if tensor is not None)
+            yield from (tensor for tensor in list(buffers.values()) if tensor is not None)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:

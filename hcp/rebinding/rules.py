@@ -88,7 +88,7 @@ def attributes_of(
     """Return the attributes that an object is to hold in the target layout; empty if it is not in
     the training layout."""
     if rule.rebuild:
-        if not any(value is train.cp for value in vars(obj).values()):
+        if not any(value is train.cp for value in list(vars(obj).values())):
             return {}
         fresh = vars(_constructed_again(obj, train, target))
         return {name: v for name, v in fresh.items() if vars(obj).get(name, _NOTHING) is not v}

@@ -48,7 +48,7 @@ def members(cls: type) -> dict[str, Any]:
     found = {}
     for base in reversed(cls.__mro__):
         if "__slots__" in vars(base):
-            for name, member in vars(base).items():
+            for name, member in list(vars(base).items()):
                 if type(member) is types.MemberDescriptorType:
                     found[name] = member
     return found

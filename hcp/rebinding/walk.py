@@ -104,7 +104,7 @@ class Walk:
     def _globals(self) -> None:
         """Reach the globals of packages' modules that hold a group which changes."""
         for name, namespace, stay in packages.imported_globals():
-            held = (self.twins.get(value) or {} for value in namespace.values())
+            held = (self.twins.get(value) or {} for value in list(namespace.values()))
             changing = any(role in self.twins.differing for roles in held for role in roles)
             if changing and id(namespace) not in self._seen:
                 self._ruled.update((id(namespace), key) for key in stay)
@@ -261,7 +261,7 @@ class Walk:
 
     def _keys(self, holder: dict[Any, Any], path: str) -> None:
         """Report groups that are keys. They stay, since their values may be caches for them."""
-        for position, key in enumerate(dict.__iter__(holder)):
+        for position, key in enumerate(list(dict.keys(holder))):
             if type(key) not in ATOMS and self._is_of_training(key):
                 self.keyed.add(id(holder))
                 self._find(

@@ -436,6 +436,24 @@ def test_a_name_is_found_while_another_thread_makes_a_tuple(
     assert held is not None
 
 
+def test_a_name_is_found_while_another_thread_builds_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children, says, building = calls._children, Says(), nn.Sequential(nn.Identity())
+    held = held_by(says, ["layers", "3"])
+
+    def interrupted(module: nn.Module) -> Any:
+        for child in children(module):
+            if module is building:
+                building.append(nn.Identity())
+            yield child
+
+    monkeypatch.setattr(calls, "_children", interrupted)
+    assert says() == "layers.3"
+    assert len(building) == 2
+    assert held is not None
+
+
 def test_names_of_modules_that_are_gone_are_forgotten() -> None:
     gc.collect()
     before = len(calls._names)

@@ -919,6 +919,50 @@ def dict_or_list_item(slot):
     return slot.owner[slot.key]
 
 
+class Busy(nn.Module):
+    """Holds what other threads change at any moment."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.cp_group, self.local = groups.cp, threading.local()
+        self.local.there = 0
+        self.log, self.queue, self.function = {"there": 0}, deque([0]), lambda *, there=0: there
+        self.function.there, self.partial = 0, functools.partial(print, there=0)
+        self.children_of_it = nn.ModuleDict({"there": nn.Identity()})
+        self.register_buffer("there", torch.zeros(1))
+
+    def change(self, turn):
+        function = self.function
+        for mapping in (
+            *(self.log, function.__kwdefaults__, vars(function), self.partial.keywords),
+            *(self._buffers, self.children_of_it._modules, vars(self)),
+        ):
+            for i in range(2):
+                mapping.pop(f"new {i}", None)
+            mapping.update((f"new {i}", None) for i in range(turn))
+        self.queue.append(turn)
+        self.queue.popleft()
+
+
+def test_an_audit_finds_its_way_while_other_threads_change_what_a_model_holds(layouts):
+    model = Busy(layouts[0])
+    turns = itertools.cycle(range(3))  # two in a row do not leave the sizes as they were
+
+    def between_two_instructions(frame, event, argument):
+        if Path(frame.f_code.co_filename).parent.name == "rebinding":
+            frame.f_trace_opcodes = True
+            model.change(next(turns))
+        return between_two_instructions
+
+    before = sys.gettrace()
+    sys.settrace(between_two_instructions)
+    try:
+        found = audit(model, *layouts)
+    finally:
+        sys.settrace(before)
+    assert [slot.path for slot in found.slots] == ["model.cp_group"]
+
+
 # ---- several ranks -------------------------------------------------------------------------------
 
 
