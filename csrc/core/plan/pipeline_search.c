@@ -394,14 +394,13 @@ static hcp_status try_static(const hcp__problem *p, const hcp__problem *strict, 
   return status;
 }
 
-/* All that a request of the strict problem would try, but that of ranks that wait: p has it. */
+/* All that a request of the strict problem would try. */
 static hcp_status keep_whole(const hcp__problem *p, const hcp__problem *strict, int32_t effort,
                              hcp__draft *best, int64_t *makespan, hcp_error *err) {
   hcp__draft found;
   int64_t time;
   hcp_status status = hcp__draft_init(&found, p->n, err);
-  if (status == HCP_OK) status = hcp__plan_search(strict, effort, 0, &found, err);
-  if (status == HCP_OK) status = plan_once(strict, effort, &found, &time, err);
+  if (status == HCP_OK) status = plan_at(strict, effort, &found, &time, err);
   if (status == HCP_OK && time < *makespan) {
     *makespan = time;
     swap(&found, best);
