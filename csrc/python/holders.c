@@ -115,7 +115,7 @@ static int is_made_by_one(PyObject *value) {
 
 static Py_ssize_t index_of(const made_by_one *made, PyObject *value) {
   if (made->n == 0) return -1;
-  PyObject **at = bsearch(&value, made->values, (size_t)made->n, sizeof value, by_address);
+  PyObject **at = bsearch(&value, made->values, (size_t)made->n, sizeof *made->values, by_address);
   return at == NULL ? -1 : at - made->values;
 }
 
