@@ -44,15 +44,20 @@ static int is_untracked(PyObject *value) {
   return (PyDict_CheckExact(value) || PyTuple_CheckExact(value)) && !PyObject_GC_IsTracked(value);
 }
 
+/* Call visit with each object that the holder refers to, until it returns a number but 0. */
+static int visit_referents(PyObject *holder, visitproc visit, void *context) {
+  traverseproc traverse = (traverseproc)(uintptr_t)PyType_GetSlot(Py_TYPE(holder), Py_tp_traverse);
+  return traverse == NULL ? 0 : traverse(holder, visit, context);
+}
+
 static int visit(PyObject *value, void *context);
 
 static int look_into(search *s, PyObject *holder) {
-  traverseproc traverse = (traverseproc)(uintptr_t)PyType_GetSlot(Py_TYPE(holder), Py_tp_traverse);
   PyObject *outer = s->holder;
-  if (traverse == NULL || s->depth >= DEEPEST) return 0;
+  if (s->depth >= DEEPEST) return 0;
   s->holder = holder;
   s->depth++;
-  int status = traverse(holder, visit, s);
+  int status = visit_referents(holder, visit, s);
   s->depth--;
   s->holder = outer;
   return status;
@@ -141,9 +146,7 @@ static int take_made_by_one(made_by_one *made, PyObject *objects) {
   qsort(made->values, (size_t)made->n, sizeof *made->values, by_address);
   for (Py_ssize_t i = 0; i < n; i++) {
     PyObject *holder = PyList_GetItem(objects, i);
-    traverseproc traverse =
-        (traverseproc)(uintptr_t)PyType_GetSlot(Py_TYPE(holder), Py_tp_traverse);
-    if (holder != objects && traverse != NULL) (void)traverse(holder, mark_held, made);
+    if (holder != objects) (void)visit_referents(holder, mark_held, made);
   }
   return 0;
 }

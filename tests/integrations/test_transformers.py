@@ -15,6 +15,7 @@ import sys
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -2111,6 +2112,29 @@ def register_when_sharded_in_16_bits(rank, size):
 def test_a_model_that_is_sharded_in_16_bits_passes_the_probe():
     """FSDP2 rounds the loss that is compared."""
     assert run_ranks(2, register_when_sharded_in_16_bits) == ["hcp"] * 2
+
+
+def test_a_registration_waits_for_weights_that_rank_0_reads():
+    """Tied weights stay tied, and frozen ones frozen, when they get addresses."""
+    from hcp.integrations.transformers.registration import Registration
+
+    plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
+    callbacks, registered = [], []
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer = SimpleNamespace(accelerator=accelerator, add_callback=callbacks.append)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, device="meta") for _ in range(3)))
+    model[1].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    registration = Registration(trainer, model, lambda: registered.append(model))
+    assert callbacks == [registration]
+    assert not any(weight.is_meta for weight in model.parameters())
+    assert model[1].weight is model[0].weight
+    assert len({weight.data_ptr() for weight in model.parameters()}) == 5
+    assert [weight.requires_grad for weight in model.parameters()] == [True] * 4 + [False]
+    for ask in (registration.run, registration.expect_done, registration.on_train_begin):
+        with pytest.raises(ValueError, match="rank 0 alone has its weights"):
+            ask()
+    assert registered == []
 
 
 def evaluate_before_training(rank, size, folder):
