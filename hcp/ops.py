@@ -6,10 +6,10 @@ with its name, value and expectation.
 
 The operators of this module pass `torch.library.opcheck` and work inside
 `torch.compile(fullgraph=True)`, with any sizes in one graph. Others are hcp's own: those between
-ranks (`signal_set`, `stage`, `read`, `stage_and_read`, `read_into`, `stage_and_read_into`, `mail`,
+ranks (`signal_set`, `stage`, `read`, `stage_and_read`, `exchange_blocks`, `mail`,
 `join`, and on CUDA alone `nccl_exchange`) are called by its transports, and those of a layer
 (`cut`, `pack_to_send`, `arrive`, `reduce_to_send`, `sum_gradients`, `merge_on`, `merge_last`,
-`sum_on`, `place`, `call_memory`) inside of its attention.
+`sum_on`, `place`, `join_blocks`, `call_memory`) inside of its attention.
 
 Legend of shapes: N rows of the input, R rows of the result, C columns, H heads, D head size.
 """

@@ -18,7 +18,7 @@ typedef struct maker {
   hcp_section sections[HCP_SCHEDULE_SECTION_COUNT];
   const int64_t *neighbours; /* (peer, row, rows) each */
   int64_t count, place;      /* neighbours; which of them this rank is */
-  const uint8_t *computes;   /* by neighbour */
+  const hcp_head_share *shares; /* by neighbour */
   int64_t all;               /* rows of all neighbours */
   hcp__lists lists;
 } maker;
@@ -33,6 +33,12 @@ static int64_t rows_of(const maker *m, int64_t i) {
   return m->neighbours[i * MOVE_WORDS + MOVE_ROWS];
 }
 
+static int64_t heads_in(const hcp_head_share *share, int keys) {
+  return keys ? share->end_key - share->first_key : share->end_query - share->first_query;
+}
+
+static int computes(const maker *m, int64_t i) { return heads_in(&m->shares[i], 0) > 0; }
+
 /* The reader whose block is number `number` among those of an owner. */
 static int64_t reader_at(const maker *m, int64_t owner, int64_t number) {
   return (owner - 1 - number + m->count) % m->count;
@@ -41,7 +47,7 @@ static int64_t reader_at(const maker *m, int64_t owner, int64_t number) {
 /* Rows in a block of a reader: those of an owner that the reader computes, or, on the way back,
  * the reader's own that the owner has computed. */
 static int64_t block_rows(const maker *m, int back, int64_t owner, int64_t reader) {
-  if (!m->computes[back ? owner : reader]) return 0;
+  if (!computes(m, back ? owner : reader)) return 0;
   return rows_of(m, back ? reader : owner);
 }
 
@@ -122,7 +128,7 @@ static void append_staged_back(maker *m) {
 static void append_read_back(maker *m) {
   int64_t own = rows_of(m, m->place), owners = 0;
   for (int64_t i = 0; i < m->count; i++) {
-    if (!m->computes[i]) continue;
+    if (!computes(m, i)) continue;
     if (i == m->place)
       append_scattered(m, HCP_HEADS_BACK_OWN_RUNS, i, i * own);
     else
@@ -144,14 +150,30 @@ static void append_peers(maker *m, int back, int32_t readers, int32_t owners) {
   }
 }
 
+/* Blocks of query heads, then of key-value heads. */
+static void append_blocks(maker *m) {
+  for (int keys = 0; keys < 2; keys++) {
+    int64_t most = 0, own = 0;
+    for (int64_t i = 0; i < m->count; i++) most = hcp__most(most, heads_in(&m->shares[i], keys));
+    for (int64_t i = 0; i < m->count; i++) {
+      const hcp_head_share *share = &m->shares[i];
+      int64_t first = keys ? share->first_key : share->first_query, heads = heads_in(share, keys);
+      if (i == m->place) own = heads;
+      hcp__append(&m->lists, HCP_HEADS_BLOCKS, (const int64_t[]){first, heads, most});
+    }
+    hcp__append(&m->lists, HCP_HEADS_BACK_BLOCKS, (const int64_t[]){0, own, most});
+  }
+}
+
 static void make(maker *m) {
   const int64_t sizes[] = {staged_rows(m, 0, m->place), most_staged(m, 0),
                            staged_rows(m, 1, m->place), most_staged(m, 1)};
   hcp__append(&m->lists, HCP_HEADS_SIZES, sizes);
+  append_blocks(m);
   append_staged(m);
   append_peers(m, 0, HCP_HEADS_READERS, HCP_HEADS_OWNERS);
   append_peers(m, 1, HCP_HEADS_BACK_READERS, HCP_HEADS_BACK_OWNERS);
-  if (m->computes[m->place]) {
+  if (computes(m, m->place)) {
     append_read(m);
     append_staged_back(m);
   }
@@ -186,6 +208,23 @@ static int find_neighbours(maker *m, int64_t rank) {
   return m->place >= 0;
 }
 
+static int are_heads(int64_t first, int64_t end) {
+  return first >= 0 && first <= end && end <= HCP__LENGTH_MAX;
+}
+
+static hcp_status check_shares(const maker *m, hcp_error *err) {
+  for (int64_t i = 0; i < m->count; i++) {
+    const hcp_head_share *s = &m->shares[i];
+    if (are_heads(s->first_query, s->end_query) && are_heads(s->first_key, s->end_key)) continue;
+    return hcp__fail(err, HCP_INVALID,
+                     "shares[%lld] is query heads %lld to %lld and key-value heads %lld to %lld, "
+                     "expected 0 <= first <= end",
+                     (long long)i, (long long)s->first_query, (long long)s->end_query,
+                     (long long)s->first_key, (long long)s->end_key);
+  }
+  return HCP_OK;
+}
+
 static hcp_status check_words(maker *m, int64_t word_count, hcp_error *err) {
   hcp_schedule_header header;
   hcp_schedule_sizes sizes;
@@ -196,15 +235,15 @@ static hcp_status check_words(maker *m, int64_t word_count, hcp_error *err) {
   if (!are_rows(m, HCP_SCHEDULE_GATHER) || !are_rows(m, HCP_SCHEDULE_SCATTER))
     return hcp__no_schedule(word_count, "a row is of no neighbour", err);
   if (m->count != m->sections[HCP_SCHEDULE_HEAD_RECEIVES].records)
-    return hcp__fail(err, HCP_INVALID, "computes has %lld items, expected %lld: one a neighbour",
+    return hcp__fail(err, HCP_INVALID, "shares has %lld records, expected %lld: one a neighbour",
                      (long long)m->count,
                      (long long)m->sections[HCP_SCHEDULE_HEAD_RECEIVES].records);
-  return HCP_OK;
+  return check_shares(m, err);
 }
 
-hcp_status hcp_heads_create(const int64_t *words, int64_t word_count, const uint8_t *computes,
+hcp_status hcp_heads_create(const int64_t *words, int64_t word_count, const hcp_head_share *shares,
                             int64_t count, hcp_table **heads, hcp_error *err) {
-  maker m = {.words = words, .count = count, .computes = computes};
+  maker m = {.words = words, .count = count, .shares = shares};
   hcp_status status = check_words(&m, word_count, err);
   if (status != HCP_OK) return status;
   hcp__lists_init(&m.lists, widths, HCP_HEADS_SECTION_COUNT);

@@ -41,20 +41,20 @@ static int64_t records_in(const Py_buffer *view, Py_ssize_t width) {
 }
 
 static PyObject *heads(PyObject *module, PyObject *args) {
-  PyObject *words, *flags;
-  Py_buffer view, computes;
+  PyObject *words, *given;
+  Py_buffer view, shares;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTuple(args, "OO:heads", &words, &flags) ||
+  if (!PyArg_ParseTuple(args, "OO:heads", &words, &given) ||
       numbers_from(words, "words", 1, &view) < 0)
     return NULL;
-  if (PyObject_GetBuffer(flags, &computes, PyBUF_SIMPLE) < 0) {
+  if (numbers_from(given, "shares", 4, &shares) < 0) {
     PyBuffer_Release(&view);
     return NULL;
   }
-  hcp_status status = hcp_heads_create(view.buf, records_in(&view, 1), computes.buf,
-                                       (int64_t)computes.len, &table, &err);
-  PyBuffer_Release(&computes);
+  hcp_status status = hcp_heads_create(view.buf, records_in(&view, 1), shares.buf,
+                                       records_in(&shares, 4), &table, &err);
+  PyBuffer_Release(&shares);
   PyBuffer_Release(&view);
   return status == HCP_OK ? hcp_py_table(module, table) : hcp_py_raise(&err);
 }
@@ -277,7 +277,8 @@ static PyMethodDef functions[] = {
      "A schedule's launches of a kernel, as words of a table."},
     {"heads", heads, METH_VARARGS,
      "The exchange of heads of a schedule among neighbours that read each other's memory, as words "
-     "of a table. computes: a byte for each of them, 0 where it computes no heads."},
+     "of a table. shares: of each of them, the first and the end of its query heads, then of its "
+     "key-value heads."},
     {"join_entries", (PyCFunction)(void (*)(void))join_entries, METH_VARARGS | METH_KEYWORDS,
      "Entries of one stage as launches, and runs over them, as words of a table."},
     {NULL, NULL, 0, NULL}};

@@ -265,6 +265,19 @@ Signals signals_of(const char *name, const Tensor &tensor, int64_t counts) {
 
 Cuts cuts_of(const Tensor &tensor) { return records_of<Cut>("cuts", tensor); }
 
+Blocks blocks_of(const Tensor &tensor) {
+  Blocks blocks = records_of<Block>("blocks", tensor);
+  if (blocks.n % 2 != 0)
+    refuse("blocks has ", blocks.n, " records, expected as many of queries as of keys");
+  for (int64_t i = 0; i < blocks.n; ++i) {
+    const Block &block = blocks.data[i], &first = blocks.data[i < blocks.n / 2 ? 0 : blocks.n / 2];
+    if (block.first < 0 || block.heads < 0 || block.heads > block.most || block.most != first.most)
+      refuse("blocks[", i, "] is ", block.heads, " heads from ", block.first, " on in a block of ",
+             block.most, ", expected 0 or more in one of ", first.most);
+  }
+  return blocks;
+}
+
 Results results_of(const Tensor &tensor) {
   Results results = records_of<Result>("results", tensor);
   for (int64_t i = 0; i < results.n; ++i) {

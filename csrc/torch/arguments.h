@@ -60,6 +60,11 @@ struct Cut {
   int64_t row, rows;
 };
 using Cuts = Records<Cut>;
+// Heads of a tensor that one rank computes, in a block that has room for `most`.
+struct Block {
+  int64_t first, heads, most;
+};
+using Blocks = Records<Block>;
 // What a library's call gives: rows x heads x size in the dtype of its rows, or rows x heads in
 // float32.
 struct Result {
@@ -114,6 +119,8 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
 Signals signals_of(const char *name, const Tensor &tensor, int64_t counts);
 Moves moves_of(const Tensor &tensor, int64_t rows);
 Cuts cuts_of(const Tensor &tensor);
+// Of query heads, then as many of key-value heads; all of a kind have room for as many.
+Blocks blocks_of(const Tensor &tensor);
 Results results_of(const Tensor &tensor);
 
 // Partial results of attention: parts[p] is outs[p] (rows x heads x head_dim)

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <thread>
 
+#include "blocks.h"
 #include "calls.h"
 #include "hcp/signal.h"
 #include "mail.h"
@@ -162,15 +163,12 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, int columns, "
       "Tensor(d!) counts, int tag, int timeout_ns, Tensor(e!) failure, int stream) -> Tensor");
   m.def(
-      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, "
-      "Tensor staged, Tensor done, Tensor(b!) progress, Tensor(c!) counts, int tag, "
-      "int timeout_ns, Tensor(d!) failure, int stream) -> ()");
-  m.def(
-      "stage_and_read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, "
-      "Tensor staged, Tensor(b!) stage_progress, Tensor(c!) into, Tensor[] read_parts, "
-      "Tensor read_runs, int next, Tensor read_staged, Tensor read_done, "
-      "Tensor(d!) read_progress, int columns, Tensor(e!) counts, int tag, int timeout_ns, "
-      "Tensor(f!) failure, int stream) -> ()");
+      "exchange_blocks(Tensor[] columns, Tensor blocks, int by_query, int first, int own, "
+      "Tensor own_runs, int rows, Tensor(a!) out, Tensor runs, Tensor free, Tensor staged, "
+      "Tensor(b!) stage_progress, bool stages, Tensor[] read_parts, Tensor read_runs, int next, "
+      "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, bool at_once, "
+      "Tensor(d!) counts, int tag, int timeout_ns, Tensor(e!) failure, int stream) -> Tensor");
+  m.def("join_blocks(Tensor rows, Tensor[] like, Tensor blocks, int by_query) -> Tensor[]");
   m.def("place(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns) -> ()");
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
@@ -185,4 +183,5 @@ STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) {
   hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cpu>(m);
   hcp::implement_mail<hcp::Cpu>(m);
+  hcp::implement_blocks<hcp::Cpu>(m);
 }

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "blocks.h"
 #include "calls.h"
 #include "hcp/nccl.h"
 #include "mail.h"
@@ -180,5 +181,6 @@ STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
   hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cuda>(m);
   hcp::implement_mail<hcp::Cuda>(m);
+  hcp::implement_blocks<hcp::Cuda>(m);
   m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
 }

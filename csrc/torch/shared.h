@@ -68,22 +68,19 @@ struct Exchange {
 };
 
 // A sum into memory that others read, checked as a whole: it waits for those who read what it
-// held, and tells the readers.
+// held, and tells the readers. `held` are tensors on the parts' device.
 struct Staging {
   Tensors given;
   Reduction sum;
   Signals before, after;
   uint32_t *progress;
 
-  Staging(const Tensor &out, const Tensors &parts, const Tensor &runs, int64_t columns,
+  Staging(const Tensor &out, Tensors held, const Summands &summands, const Tensor &runs,
           const Tensor &freed, const Tensor &staged, const Tensor &ended, const Exchange &exchange)
-      : given(flat("parts", parts)),
+      : given(std::move(held)),
         before(signals_of("free", freed, exchange.counts.n)),
         after(signals_of("staged", staged, exchange.counts.n)) {
-    Summands summands = summands_of(given, columns);
     progress = progress_of(ended, given[0]);
-    expect_dim("out", out, 2);
-    expect_result(out, given[0], summands.width);
     sum = reduction_of(summands, runs, out);
   }
 
@@ -95,25 +92,31 @@ struct Staging {
   }
 };
 
-// A sum of what others stage, the last of the parts: it waits for them, and tells them. It is a new
-// tensor, or goes into one, whose rows that no run names keep what they hold.
+inline Staging staging_of(const Tensor &out, const Tensors &parts, const Tensor &runs,
+                          int64_t columns, const Tensor &freed, const Tensor &staged,
+                          const Tensor &ended, const Exchange &exchange) {
+  Tensors given = flat("parts", parts);
+  Summands summands = summands_of(given, columns);
+  expect_dim("out", out, 2);
+  expect_result(out, given[0], summands.width);
+  return Staging(out, std::move(given), summands, runs, freed, staged, ended, exchange);
+}
+
+// A sum of what others stage, the last of the parts: it waits for them, and tells them.
 struct Reading {
   Tensors given;
   Tensor out;
   Reduction sum;
   Signals before, after;
   int64_t next, own;
-  bool keeps;
   uint32_t *progress;
 
   Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns, int64_t first,
-          const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange,
-          const Tensor *into = nullptr)
+          const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
         before(signals_of("staged", staged, exchange.counts.n)),
         after(signals_of("done", done, exchange.counts.n)),
-        next(first),
-        keeps(into != nullptr) {
+        next(first) {
     expect_at_least("rows", rows, 0);
     expect_at_least("next", next, 0);
     Summands summands = summands_of(given, columns);
@@ -122,9 +125,7 @@ struct Reading {
     if (own < 0)
       refuse("staged has ", before.n, " owners, expected at most the ", summands.rows.size(),
              " parts that are read");
-    out = keeps ? *into : fresh(given[0], {rows, summands.width});
-    expect_dim("out", out, 2);
-    expect_result(out, given[0], summands.width);
+    out = fresh(given[0], {rows, summands.width});
     sum = reduction_of(summands, runs, out);
   }
 
@@ -133,7 +134,7 @@ struct Reading {
     hcp_sum read = sum.sum();
     hcp_staged staged = {exchange.awaited(before, exchange.tag, given[0]),
                          static_cast<int32_t>(next), static_cast<int32_t>(own),
-                         sum.summands.rows.data(), keeps};
+                         sum.summands.rows.data(), false};
     device.read(&read, sum.out, &staged, counted(after, exchange.counts, HCP_READ_TAG), progress);
   }
 };
@@ -142,7 +143,7 @@ template <class Device>
 void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor freed, Tensor staged,
            Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure) {
   Exchange exchange(counts, progress, tag, timeout_ns, failure);
-  Staging staging(out, parts, runs, columns, freed, staged, progress, exchange);
+  Staging staging = staging_of(out, parts, runs, columns, freed, staged, progress, exchange);
   staging.queue(Device(out), exchange);
 }
 
@@ -157,21 +158,6 @@ Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, int64_t n
   return reading.out;
 }
 
-inline int64_t rows_of_target(const char *name, const Tensor &into) {
-  expect_dim(name, into, 2);
-  return into.size(0);
-}
-
-template <class Device>
-void read_into(Tensor out, Tensors parts, Tensor runs, int64_t columns, int64_t next, Tensor staged,
-               Tensor done, Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns,
-               Tensor failure, int64_t stream) {
-  Exchange exchange(counts, progress, tag, timeout_ns, failure);
-  Reading reading(parts, runs, rows_of_target("out", out), columns, next, staged, done, progress,
-                  exchange, &out);
-  reading.queue(Device(out, stream), exchange);
-}
-
 // Both at once: the stream follows the current one up to the staging, so that what others have
 // staged is read while this rank stages.
 template <class Device>
@@ -181,28 +167,13 @@ Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tens
                       int64_t columns, Tensor counts, int64_t tag, int64_t timeout_ns,
                       Tensor failure, int64_t stream) {
   Exchange exchange(counts, stage_progress, tag, timeout_ns, failure);
-  Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
+  Staging staging = staging_of(out, parts, runs, columns, freed, staged, stage_progress, exchange);
   Reading reading(read_parts, read_runs, rows, columns, next, read_staged, read_done, read_progress,
                   exchange);
   Device ahead(reading.out, stream);
   staging.queue(Device(out), exchange);
   reading.queue(ahead, exchange);
   return reading.out;
-}
-
-template <class Device>
-void stage_and_read_into(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tensor staged,
-                         Tensor stage_progress, Tensor into, Tensors read_parts, Tensor read_runs,
-                         int64_t next, Tensor read_staged, Tensor read_done, Tensor read_progress,
-                         int64_t columns, Tensor counts, int64_t tag, int64_t timeout_ns,
-                         Tensor failure, int64_t stream) {
-  Exchange exchange(counts, stage_progress, tag, timeout_ns, failure);
-  Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
-  Reading reading(read_parts, read_runs, rows_of_target("into", into), columns, next, read_staged,
-                  read_done, read_progress, exchange, &into);
-  Device ahead(into, stream);
-  staging.queue(Device(out), exchange);
-  reading.queue(ahead, exchange);
 }
 
 // A sum of parts into rows that runs name. The others keep what they hold.
@@ -229,8 +200,6 @@ void implement_shared(torch::stable::detail::StableLibrary &m) {
   m.impl("stage", TORCH_BOX(&stage<Device>));
   m.impl("read", TORCH_BOX(&read<Device>));
   m.impl("stage_and_read", TORCH_BOX(&stage_and_read<Device>));
-  m.impl("read_into", TORCH_BOX(&read_into<Device>));
-  m.impl("stage_and_read_into", TORCH_BOX(&stage_and_read_into<Device>));
   m.impl("place", TORCH_BOX(&place<Device>));
   m.impl("join", TORCH_BOX(&join<Device>));
 }

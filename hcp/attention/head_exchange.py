@@ -58,11 +58,12 @@ class HeadExchange:
         self.query_count, self.key_count = _count(self.own), _count(own_keys)
         """The numbers of this rank's query heads and key-value heads."""
         self._key_of = [i // per_key - own_keys.start for i in range(self.own.start, self.own.stop)]
+        self._rows = schedule.rows
         self._own_rows = torch.tensor([[0, schedule.rows]], device="cpu")
         self._reads: HeadReads | None = None
         if len(neighbours) > 1 and read_in_place(transport, neighbours):
             assert shares(transport)
-            self._reads = HeadReads(transport, schedule, self._queries, exchanges)
+            self._reads = HeadReads(transport, schedule, self._queries, self._keys, exchanges)
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """A kernel that computes this rank's heads."""
@@ -75,9 +76,9 @@ class HeadExchange:
         self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], stamp: Stamp
     ) -> list[Tensor]:
         """(T, H, ...) and (T, G, ...) to (S, h, ...), with the elements of a head side by side."""
-        columns = [*by_query, *by_key]
         if self._reads is not None:
-            return self._reads.to_heads(columns, self._heads_of(by_query, by_key), stamp)
+            return self._reads.to_heads(by_query, by_key, stamp)
+        columns = [*by_query, *by_key]
         unit = _unit(columns)
         flat = [_elements(column.flatten(1), unit) for column in columns]
         counts = [self.query_count] * len(by_query) + [self.key_count] * len(by_key)
@@ -109,10 +110,9 @@ class HeadExchange:
 
         A key-value head of several ranks becomes their sum. ``key_count``: G.
         """
-        columns = [*by_query, *by_key]
         if self._reads is not None:
-            parts_of = self._reads.to_rows(columns, self._heads_of(by_query, by_key), stamp)
-            return self._put_together(parts_of, by_query, by_key, key_count)
+            return self._read_rows(self._reads, by_query, by_key, key_count, stamp)
+        columns = [*by_query, *by_key]
         unit = _unit(columns)
         flat = [_dense(_elements(column.flatten(1), unit)) for column in columns]
         sent = ops.pack(flat, self._moves.scatter, self._moves.rows)
@@ -127,31 +127,35 @@ class HeadExchange:
         shares = self._shares(by_query, by_key, unit)
         # Of each tensor, the parts of all neighbours.
         found = list(zip(*self._blocks_back(sent, shares, stamp), strict=True))
-        return self._put_together(found, by_query, by_key, key_count)
+        heads, n = self._queries[-1].stop, len(by_query)
+        joined = zip(found[:n], by_query, strict=True)
+        summed = zip(found[n:], by_key, strict=True)
+        return [
+            *(self._joined(parts, like, heads) for parts, like in joined),
+            *(self._sum_keys(parts, like, key_count) for parts, like in summed),
+        ]
 
-    def _put_together(
+    def _read_rows(
         self,
-        found: Sequence[Sequence[Tensor]],
+        reads: HeadReads,
         by_query: Sequence[Tensor],
         by_key: Sequence[Tensor],
         key_count: int,
+        stamp: Stamp,
     ) -> list[Tensor]:
-        """Of each tensor, the parts (T, elements) of all neighbours as (T, heads, ...)."""
-        heads, n = self._queries[-1].stop, len(by_query)
-        join = self._joined if self._even else self._sum_keys
-        return [
-            self._joined(parts, like, heads)
-            for parts, like in zip(found[:n], by_query, strict=True)
-        ] + [join(parts, like, key_count) for parts, like in zip(found[n:], by_key, strict=True)]
+        joins = len(by_query) + (len(by_key) if self._even else 0)
+        joined, parts = reads.to_rows(by_query, by_key, joins, stamp)
+        if not joined and not parts:
+            heads = self._queries[-1].stop
+            return [
+                *(x.new_empty(self._rows, heads, *x.shape[2:]) for x in by_query),
+                *(x.new_empty(self._rows, key_count, *x.shape[2:]) for x in by_key),
+            ]
+        sums = zip(parts, by_key[len(by_key) - len(parts) :], strict=True)
+        return joined + [self._sum_keys(own, like, key_count) for own, like in sums]
 
     def _joined(self, parts: Sequence[Tensor], like: Tensor, heads: int) -> Tensor:
         return _as_given(ops.pack(parts, self._own_rows, parts[0].shape[0]), like, heads)
-
-    def _heads_of(
-        self, by_query: Sequence[Tensor], by_key: Sequence[Tensor]
-    ) -> list[Sequence[slice]]:
-        """The heads of each neighbour, of each tensor."""
-        return [self._queries] * len(by_query) + [self._keys] * len(by_key)
 
     def _shares(
         self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], unit: torch.dtype

@@ -27,7 +27,7 @@ from hcp.exchange.layout import tensor_of
 from hcp.exchange.signals import HALVES, LATE, OTHER_CALL, PIECES, SignalFailure, words_for
 from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.torch_p2p import FailureMessages, TorchTransport
-from hcp.exchange.transport import Pending, Share, flat_rows
+from hcp.exchange.transport import Blocks, Pending, Share, flat_rows
 
 BUFFER_BYTES = 2**30
 """Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
@@ -146,10 +146,12 @@ class PeerMemory:
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._recent, self._failure_messages = Recent(rank), failure_messages
 
-    def begin(self, stamp: Stamp) -> None:
-        """Raise HcpError when an exchange has failed, or none may begin."""
+    def begin(self, stamp: Stamp) -> bool:
+        """Whether a CUDA graph captures this exchange. Raises HcpError when one has failed."""
         self.check()
-        self._recent.add(stamp, kept=self.is_captured)
+        captured = self.is_captured
+        self._recent.add(stamp, kept=captured)
+        return captured
 
     @property
     def is_captured(self) -> bool:
@@ -228,7 +230,7 @@ class PeerMemory:
     # ---- work ----
 
     def queue(self, operator: Any, *arguments: Any, tag: int, reads: bool) -> Any:
-        """Queue `stage`, `read`, `stage_and_read` or `mail` with what all exchanges have."""
+        """Queue `stage`, `read`, `mail` or more than one with what all exchanges have."""
         stream = (self._stream,) if reads else ()
         common = self._counts, tag, self._timeout_ns, self._failure, *stream
         try:
@@ -275,24 +277,27 @@ class PeerShared:
 
     @ranged("hcp: exchange")
     def stage(
-        self,
-        exchange: int,
-        parts: Sequence[Tensor],
-        stamp: Stamp,
-        own: Sequence[Tensor] = (),
-        into: Tensor | None = None,
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:
-        memory, share, half = self._peers_memory, self._share, exchange % HALVES
-        memory.begin(stamp)
-        made = self._made[half]
-        if made is None:
-            made = self._made[half] = self._make(half)
-        staged = PeerStaged(memory, made, len(share.widths), stamp.tag, into)
+        memory, share = self._peers_memory, self._share
+        captured = memory.begin(stamp)
+        staged = PeerStaged(memory, self.made(exchange % HALVES), len(share.widths), stamp.tag)
         if share.readers:
-            staged.stage(parts, share.runs, own)
+            staged.stage(parts, share.runs, own, captured)
         else:
             staged.begin(own)
         return staged
+
+    def blocks(self, blocks: Blocks) -> PeerBlocks:
+        """See :class:`hcp.exchange.transport.Shared`."""
+        return PeerBlocks(self._peers_memory, self, self._share, blocks)
+
+    def made(self, half: int) -> _Half:
+        """The exchange through a half, made once."""
+        made = self._made[half]
+        if made is None:
+            made = self._made[half] = self._make(half)
+        return made
 
     def _make(self, half: int) -> _Half:
         memory, share = self._peers_memory, self._share
@@ -313,18 +318,66 @@ class PeerShared:
         return _Half(out, free, filled, memory.progress[half], reads, first)
 
 
+class PeerBlocks:
+    """See :class:`hcp.exchange.transport.SharedBlocks`."""
+
+    def __init__(
+        self, memory: PeerMemory, shared: PeerShared, share: Share, blocks: Blocks
+    ) -> None:
+        self._peers_memory, self._shared, self._share = memory, shared, share
+        self._blocks = blocks
+        self._reads, self._arrives = share.reads[0] is not None, bool(len(blocks.own_runs))
+        self._given: list[tuple[Any, ...] | None] = [None] * HALVES
+
+    @ranged("hcp: exchange")
+    def exchange(
+        self, exchange: int, columns: Sequence[Tensor], stamp: Stamp
+    ) -> PeerReading | _Placed | None:
+        memory, half = self._peers_memory, exchange % HALVES
+        captured = memory.begin(stamp)
+        given = self._given[half]
+        if given is None:
+            given = self._given[half] = self._arguments(half)
+        operator = torch.ops.hcp.exchange_blocks.default
+        rows = memory.queue(operator, columns, *given, not captured, tag=stamp.tag, reads=True)
+        if self._reads:
+            return PeerReading(memory, rows, ())
+        return _Placed(rows) if self._arrives else None
+
+    def _arguments(self, half: int) -> tuple[Any, ...]:
+        """What the operator is told each time."""
+        share, blocks, made = self._share, self._blocks, self._shared.made(half)
+        nothing = share.runs[:0]
+        read = made.reads[0] or _Reading([], nothing, 0, 0, nothing, nothing)
+        arrives = self._reads or self._arrives
+        return (
+            *blocks[:-1],
+            *(blocks.rows if arrives else 0, made.out, share.runs),
+            *(made.free, made.staged, made.progress, bool(share.readers)),
+            *(read.columns, read.runs, read.next, read.staged, read.done),
+            self._peers_memory.progress[HALVES],
+        )
+
+
+class _Placed(NamedTuple):
+    """Rows that all were here."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
 class PeerStaged:
     """See :class:`hcp.exchange.transport.Staged`."""
 
-    def __init__(
-        self, memory: PeerMemory, made: _Half, columns: int, tag: int, into: Tensor | None
-    ) -> None:
+    def __init__(self, memory: PeerMemory, made: _Half, columns: int, tag: int) -> None:
         self._peers_memory, self._made, self._columns, self._tag = memory, made, columns, tag
-        self._into = into
-        """Where the first read goes. None: into new memory."""
         self._begun: PeerReading | None = None
 
-    def stage(self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor]) -> None:
+    def stage(
+        self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor], captured: bool
+    ) -> None:
         """Stage, and begin the first read, which follows what the current stream did before.
 
         In a CUDA graph it follows the staging, too. A graph may run its branches one after the
@@ -332,26 +385,23 @@ class PeerStaged:
         """
         memory, made = self._peers_memory, self._made
         signals = made.free, made.staged, made.progress
-        if made.first is None or memory.is_captured:
+        if made.first is None or captured:
             operator = torch.ops.hcp.stage.default
             given = made.out, parts, runs, self._columns, *signals
             memory.queue(operator, *given, tag=self._tag, reads=False)
             self.begin(own)
             return
         read, read_parts = self._read(made.first, own)
-        into, target, sizes = self._target(read)
         rows = memory.queue(
-            torch.ops.hcp.stage_and_read.default
-            if into is None
-            else torch.ops.hcp.stage_and_read_into.default,
+            torch.ops.hcp.stage_and_read.default,
             *(made.out, parts, runs, *signals),
-            *(*target, read_parts, read.runs, *sizes, read.next),
+            *(read_parts, read.runs, read.rows, read.next),
             *(read.staged, read.done, memory.progress[HALVES]),
             self._columns,
             tag=self._tag,
             reads=True,
         )
-        self._begun = PeerReading(memory, rows if into is None else into, read_parts)
+        self._begun = PeerReading(memory, rows, read_parts)
 
     def begin(self, own: Sequence[Tensor]) -> None:
         """Begin the first read alone."""
@@ -368,20 +418,14 @@ class PeerStaged:
     def _queue(self, number: int, own: Sequence[Tensor]) -> PeerReading:
         memory = self._peers_memory
         read, parts = self._read(number, own)
-        into, target, sizes = self._target(read)
         rows = memory.queue(
-            torch.ops.hcp.read.default if into is None else torch.ops.hcp.read_into.default,
-            *(*target, parts, read.runs, *sizes, self._columns, read.next),
+            torch.ops.hcp.read.default,
+            *(parts, read.runs, read.rows, self._columns, read.next),
             *(read.staged, read.done, memory.progress[HALVES]),
             tag=self._tag,
             reads=True,
         )
-        return PeerReading(memory, rows if into is None else into, parts)
-
-    def _target(self, read: _Reading) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[int, ...]]:
-        """Where the next read goes, and how its operator is told: by that, or by its rows."""
-        into, self._into = self._into, None
-        return (None, (), (read.rows,)) if into is None else (into, (into,), ())
+        return PeerReading(memory, rows, parts)
 
     def _read(self, number: int, own: Sequence[Tensor]) -> tuple[_Reading, list[Tensor]]:
         """The read, and its parts."""

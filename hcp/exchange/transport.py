@@ -108,19 +108,44 @@ class Shared(Protocol):
     """A kind of exchange that is made ready."""
 
     def stage(
-        self,
-        exchange: int,
-        parts: Sequence[Tensor],
-        stamp: Stamp,
-        own: Sequence[Tensor] = (),
-        into: Tensor | None = None,
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> Staged:
         """Stage this rank's rows, from parts (N, ...) as columns, and let the readers read them.
 
         ``exchange``: its number, the same on all ranks of the group. ``stamp``: the call.
-        ``own``: this rank's parts of the first read, (N, ...), as columns. ``into``: where that
-        read goes, whose other rows it leaves as they are: they may be written meanwhile.
+        ``own``: this rank's parts of the first read, (N, ...), as columns.
         """
+
+    def blocks(self, blocks: Blocks) -> SharedBlocks:
+        """The same where what is staged are blocks, and read at most once."""
+
+
+class Blocks(NamedTuple):
+    """Columns of heads that a rank gives as blocks, one for each reader and one for itself: see
+    ``csrc/torch/blocks.h``."""
+
+    heads: Tensor
+    """int64 (2 blocks, 3) of (first, heads, most): the query heads of each block, and how many it
+    has room for; then the key-value heads."""
+    by_query: int
+    """The number of columns that have query heads. They come first."""
+    first: int
+    """The vector of the blocks' rows that is staged first."""
+    own: int
+    """Which of the blocks is for this rank."""
+    own_runs: Tensor
+    """The rows that arrive <- this rank's own."""
+    rows: int
+    """That arrive."""
+
+
+class SharedBlocks(Protocol):
+    """A kind of exchange of blocks that is made ready."""
+
+    def exchange(self, exchange: int, columns: Sequence[Tensor], stamp: Stamp) -> Reading | None:
+        """Stage blocks of columns (N, heads, ...), and begin to read: (rows, elements) in the dtype
+        of the first column, with the rows of this rank's own block among them. None if no rows
+        come."""
 
 
 class SharingTransport(Transport, Protocol):

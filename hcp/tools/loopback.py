@@ -25,7 +25,7 @@ from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, un
 from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import copy_to_self
-from hcp.exchange.transport import Pending, Share, flat_rows, register
+from hcp.exchange.transport import Blocks, Pending, Share, flat_rows, register
 from hcp.groups.alone import this_thread
 
 Result = TypeVar("Result")
@@ -196,12 +196,7 @@ class _LoopbackShared:
 
     @ranged("hcp: exchange")
     def stage(
-        self,
-        exchange: int,
-        parts: Sequence[Tensor],
-        stamp: Stamp,
-        own: Sequence[Tensor] = (),
-        into: Tensor | None = None,
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
@@ -209,7 +204,58 @@ class _LoopbackShared:
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
             self._transport.send(staged, moves, stamp)
-        return _LoopbackStaged(self._transport, share, stamp, own, into)
+        return _LoopbackStaged(self._transport, share, stamp, own)
+
+    def blocks(self, blocks: Blocks) -> _LoopbackBlocks:
+        return _LoopbackBlocks(self, self._share, blocks)
+
+
+class _LoopbackBlocks:
+    def __init__(self, shared: _LoopbackShared, share: Share, blocks: Blocks) -> None:
+        self._shared, self._share, self._blocks = shared, share, blocks
+
+    def exchange(
+        self, exchange: int, columns: Sequence[Tensor], stamp: Stamp
+    ) -> _LoopbackReading | None:
+        share, blocks = self._share, self._blocks
+        first = 2 * blocks.first
+        parts = [
+            part[:, first : first + share.widths[0]].contiguous()
+            for part in _parts_of(columns, blocks)
+        ]
+        staged = self._shared.stage(exchange, parts, stamp)
+        if share.reads[0] is None and not len(blocks.own_runs):
+            return None
+        rows = columns[0].new_empty(blocks.rows, share.widths[0], dtype=share.dtype)
+        torch.ops.hcp.place.default(rows, [parts[blocks.own]], blocks.own_runs, 1)
+        if share.reads[0] is not None:
+            staged.read(0, into=rows)
+        return _LoopbackReading(rows.view(columns[0].dtype))
+
+
+def _parts_of(columns: Sequence[Tensor], blocks: Blocks) -> list[Tensor]:
+    """Each block, (N, words)."""
+    records = blocks.heads.tolist()
+    count = len(records) // 2
+    return [
+        torch.cat(
+            [
+                _words(column, *records[block if i < blocks.by_query else count + block])
+                for i, column in enumerate(columns)
+            ],
+            1,
+        )
+        for block in range(count)
+    ]
+
+
+def _words(column: Tensor, first: int, heads: int, most: int) -> Tensor:
+    """Some heads as words, and zeros up to whole vectors of 16 bytes."""
+    flat = column[:, first : first + heads].flatten(1).contiguous().resolve_conj()
+    row_bytes = most * column.shape[2:].numel() * column.element_size()
+    words = flat.new_zeros(len(flat), 2 * -(-row_bytes // 16), dtype=torch.float64)
+    words.view(flat.dtype)[:, : flat.shape[1]] = flat
+    return words
 
 
 class _LoopbackStaged:
@@ -219,13 +265,13 @@ class _LoopbackStaged:
         share: Share,
         stamp: Stamp,
         own: Sequence[Tensor],
-        into: Tensor | None,
     ) -> None:
-        self._transport, self._share, self._stamp, self._into = transport, share, stamp, into
+        self._transport, self._share, self._stamp = transport, share, stamp
         self._own = [flat_rows(part) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
-    def read(self, number: int) -> _LoopbackReading:
+    def read(self, number: int, into: Tensor | None = None) -> _LoopbackReading:
+        """``into``: whose other rows keep what they hold."""
         read = self._share.reads[number]
         assert read is not None
         columns, self._own = self._own, []
@@ -235,7 +281,7 @@ class _LoopbackStaged:
             columns += self._arrived[peer].split_with_sizes(self._share.widths, 1)
         for peer in read.done:
             del self._arrived[peer]  # whoever reads on would wait for the next exchange
-        widths, into, self._into = len(self._share.widths), self._into, None
+        widths = len(self._share.widths)
         if into is None:
             return _LoopbackReading(ops.reduce(columns, read.runs, read.rows, widths))
         torch.ops.hcp.place.default(into, columns, read.runs, widths)

@@ -167,3 +167,113 @@ def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
     again = table((address, 1, 0, 0))  # what the same exchange has counted before
     assert torch.equal(layer.read([out], given[1], 3, 1, 0, again, told, *how, 0), out)
     assert (counts.tolist(), words[0].item()) == ([0, 1], 1 << 32)
+
+
+# ---- blocks of heads -----------------------------------------------------------------------------
+
+TWO_RANKS = table((0, 2, 2), (2, 1, 2), (0, 1, 1), (0, 1, 1))
+"""Three query heads and one key-value head, which both ranks have."""
+
+
+def words_of(column: Tensor, first: int, heads: int, most: int) -> Tensor:
+    """Some heads of a column, and zeros up to whole vectors of 16 bytes."""
+    flat = column[:, first : first + heads].flatten(1)
+    item = column.element_size()
+    vectors = -(-most * column.shape[2:].numel() * item // 16)
+    filled = torch.zeros(len(flat), 16 * vectors // item, dtype=column.dtype)
+    filled[:, : flat.shape[1]] = flat
+    return filled.view(torch.float64)
+
+
+@pytest.mark.parametrize("lie", [apart, Tensor.clone], ids=["apart", "dense"])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_vectors_of_blocks_are_staged_read_and_placed(lie, first):
+    query, lse, key = (lie(rows(5, 3, 2)).float(), rows(5, 3).float(), lie(rows(5, 1, 3)))
+    blocks = [
+        torch.cat(
+            [words_of(x, *TWO_RANKS[block + 2 * (x is key)].tolist()) for x in (query, lse, key)],
+            1,
+        )
+        for block in range(2)
+    ]
+    parts = [block[:, 2 * first :] for block in blocks]
+    width, nobody = parts[0].shape[1], torch.empty(0, 4, dtype=torch.int64)
+    staged, theirs = torch.zeros(4, width).double(), rows(3, width, seed=2)
+    runs, read_runs = table((0, 4, 1, 1)), table((5, 3, 0, 0))
+    counts, progress = torch.zeros(2).long(), torch.zeros(PIECES).int()
+    found = layer.exchange_blocks(
+        *([query, lse, key], TWO_RANKS, 2, first, 0, table((0, 5, 0, 0)), 8),
+        *(staged, runs, nobody, nobody, progress, True),
+        *([theirs], read_runs, 0, nobody, nobody, progress, True),
+        *(counts, 5, 0, torch.zeros(4).long(), 0),
+    )
+    assert found.dtype == query.dtype
+    assert torch.equal(staged, parts[1][1:5])
+    assert torch.equal(found.view(torch.float64), torch.cat([parts[0], theirs]))
+
+
+def exchanged(**other) -> Tensor:
+    nobody, progress = torch.empty(0, 4, dtype=torch.int64), torch.zeros(PIECES).int()
+    given = {"columns": [rows(5, 3, 2)], "blocks": TWO_RANKS, "by_query": 1, "first": 0, "own": 0}
+    given |= {"own_runs": table((0, 5, 0, 0)), "rows": 5, "out": rows(5, 4), "runs": nobody}
+    given |= {"free": nobody, "staged": nobody, "stage_progress": progress, "stages": True}
+    given |= {"read_parts": [], "read_runs": nobody, "next": 0, "read_staged": nobody}
+    given |= {"read_done": nobody, "read_progress": progress, "at_once": True, "tag": 5}
+    given |= {"counts": torch.zeros(2).long(), "timeout_ns": 0, "stream": 0}
+    return layer.exchange_blocks(**given | {"failure": torch.zeros(4).long()} | other)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"columns": []}, "columns has 0 tensors, expected >= 1"),
+        ({"columns": [rows(5)]}, r"columns\[0\] has shape \(5\), expected 2 dimensions"),
+        (
+            {"columns": [rows(5, 2, 2)]},
+            r"columns\[0\] has 2 heads, expected those of blocks\[1\]: 1 from 2 on",
+        ),
+        (
+            {"columns": [rows(5, 3, 2), rows(4, 1, 2)]},
+            r"columns\[1\] has shape \(4, 1, 2\), expected \(5, 1, 2\)",
+        ),
+        ({"blocks": TWO_RANKS[:3]}, "blocks has 3 records, expected as many of queries as of keys"),
+        (
+            {"blocks": TWO_RANKS - table((0, 0, 1), (0, 0, 0), (0, 0, 0), (0, 0, 0))},
+            r"blocks\[0\] is 2 heads from 0 on in a block of 1",
+        ),
+        (
+            {"blocks": TWO_RANKS + table((0, 0, 0), (0, 0, 1), (0, 0, 0), (0, 0, 0))},
+            r"blocks\[1\] is 1 heads from 2 on in a block of 3, expected 0 or more in one of 2",
+        ),
+        ({"own": 2}, "own is 2, expected one of 2 blocks"),
+        ({"first": 1}, "vectors are 2 from 1 on, expected some of 2"),
+        ({"out": rows(5, 3)}, "out has 3 words in a row, expected vectors of 16 bytes"),
+        ({"out": rows(5, 4).float()}, "out has dtype Float, expected Double"),
+        ({"own_runs": table((0, 6, 0, 0)), "rows": 6}, r"runs\[0\]"),
+        ({"read_parts": [rows(3, 2)]}, r"read_parts\[0\] has shape \(3, 2\), expected \(any, 4\)"),
+    ],
+)
+def test_what_is_no_exchange_of_blocks_is_refused(other, said):
+    assert torch.equal(exchanged().view(5, 2, 2), rows(5, 3, 2)[:, :2])
+    with pytest.raises(RuntimeError, match=said):
+        exchanged(**other)
+
+
+def test_blocks_of_others_are_joined():
+    query, key = rows(4, 3, 2).float(), rows(4, 2, 1)
+    heads = table((0, 2, 2), (2, 1, 2), (0, 1, 1), (1, 1, 1))
+    came = torch.cat(
+        [
+            torch.cat(
+                [words_of(x, *heads[block + 2 * (x is key)].tolist()) for x in (query, key)], 1
+            )
+            for block in range(2)
+        ]
+    )
+    joined = layer.join_blocks(came, [query[:, :2], key[:, :1]], heads, 1)
+    assert [x.dtype for x in joined] == [query.dtype, key.dtype]
+    assert all(map(torch.equal, joined, (query, key)))
+    with pytest.raises(RuntimeError, match="rows has 7 rows, expected as many of each of 2 blocks"):
+        layer.join_blocks(came[:7], [query], heads, 1)
+    with pytest.raises(RuntimeError, match="like has columns of 32 bytes, expected at most the 16"):
+        layer.join_blocks(came[:, :2].contiguous(), [query, key], heads, 1)

@@ -9,12 +9,14 @@ enum { RANKS = 9, ROWS = 4096, BLOCKS = RANKS * ROWS };
 /* What neighbours have, by neighbour. */
 static hcp_table *schedules[RANKS], *tables[RANKS];
 static int64_t staged[RANKS][BLOCKS], found[BLOCKS];
-static uint8_t computes[RANKS];
+static hcp_head_share shares[RANKS];
 static int64_t neighbours;
 
 static const int64_t *move_of(int64_t i) {
   return section(schedules[0], HCP_SCHEDULE_HEAD_RECEIVES) + 3 * i;
 }
+
+static int computes(int64_t i) { return shares[i].end_query > shares[i].first_query; }
 
 static int64_t place_of(int64_t rank) {
   int64_t i = 0;
@@ -98,7 +100,7 @@ static void check_read(int64_t i) {
   fill_blocks(i);
   int64_t rows =
       read_all(tables[i], HCP_HEADS_OWNERS, HCP_HEADS_READ_RUNS, HCP_HEADS_OWN_RUNS, own_block);
-  CHECK_INT(rows, computes[i] ? whole_rows() : 0);
+  CHECK_INT(rows, computes(i) ? whole_rows() : 0);
   for (int64_t from = 0; from < neighbours; from++)
     for (int64_t row = 0; row < move_of(from)[2]; row++)
       came[move_of(from)[1] + row] = value_of(from, row, i);
@@ -124,7 +126,7 @@ static void stage_all_back(void) {
     const int64_t *sizes = section(tables[i], HCP_HEADS_SIZES);
     fill_results(i);
     CHECK_INT(run_all(tables[i], HCP_HEADS_BACK_STAGED_RUNS, result, staged[i]), sizes[2]);
-    CHECK_INT(sizes[2], computes[i] ? whole_rows() - move_of(i)[2] : 0);
+    CHECK_INT(sizes[2], computes(i) ? whole_rows() - move_of(i)[2] : 0);
     if (sizes[2] > most) most = sizes[2];
   }
   for (int64_t i = 0; i < neighbours; i++) CHECK_INT(section(tables[i], HCP_HEADS_SIZES)[3], most);
@@ -139,7 +141,7 @@ static void check_read_back(int64_t i) {
   for (int64_t row = 0; row < whole_rows(); row++) tokens[row] = row;
   gather_rows(schedules[i], HCP_SCHEDULE_SCATTER, tokens, came);
   for (int64_t from = 0; from < neighbours; from++)
-    for (int64_t row = 0; row < own && computes[from]; row++)
+    for (int64_t row = 0; row < own && computes(from); row++)
       CHECK_INT(found[from * own + row], value_of(0, came[move_of(i)[1] + row], from));
 }
 
@@ -162,9 +164,37 @@ static void check_pairs(int32_t readers, int32_t owners) {
 static void check_first(void) {
   for (int64_t i = 0; i < neighbours; i++) {
     int64_t owner = (i + 1) % neighbours;
-    if (!computes[i] || owner == i || move_of(owner)[2] == 0) continue;
+    if (!computes(i) || owner == i || move_of(owner)[2] == 0) continue;
     CHECK_INT(section(tables[owner], HCP_HEADS_STAGED_RUNS)[2], i);
   }
+}
+
+/* ---- whose heads ---- */
+
+static void check_block(const int64_t *block, int64_t first, int64_t end, int64_t most) {
+  CHECK_INT(block[0], first);
+  CHECK_INT(block[1], end - first);
+  CHECK_INT(block[2], most);
+}
+
+static void check_blocks(int64_t of) {
+  const int64_t *blocks = section(tables[of], HCP_HEADS_BLOCKS);
+  const int64_t *back = section(tables[of], HCP_HEADS_BACK_BLOCKS);
+  int64_t queries = 0, keys = 0;
+  CHECK_INT(records(tables[of], HCP_HEADS_BLOCKS), 2 * neighbours);
+  CHECK_INT(records(tables[of], HCP_HEADS_BACK_BLOCKS), 2);
+  for (int64_t i = 0; i < neighbours; i++) {
+    if (shares[i].end_query - shares[i].first_query > queries)
+      queries = shares[i].end_query - shares[i].first_query;
+    if (shares[i].end_key - shares[i].first_key > keys)
+      keys = shares[i].end_key - shares[i].first_key;
+  }
+  for (int64_t i = 0; i < neighbours; i++) {
+    check_block(blocks + 3 * i, shares[i].first_query, shares[i].end_query, queries);
+    check_block(blocks + 3 * (neighbours + i), shares[i].first_key, shares[i].end_key, keys);
+  }
+  check_block(back, 0, shares[of].end_query - shares[of].first_query, queries);
+  check_block(back + 3, 0, shares[of].end_key - shares[of].first_key, keys);
 }
 
 /* ---- drawn groups ---- */
@@ -186,6 +216,7 @@ static void check_all(void) {
   for (int64_t i = 0; i < neighbours; i++) check_read(i);
   stage_all_back();
   for (int64_t i = 0; i < neighbours; i++) check_read_back(i);
+  for (int64_t i = 0; i < neighbours; i++) check_blocks(i);
   check_pairs(HCP_HEADS_READERS, HCP_HEADS_OWNERS);
   check_pairs(HCP_HEADS_BACK_READERS, HCP_HEADS_BACK_OWNERS);
   check_first();
@@ -197,11 +228,15 @@ static void check_group(const hcp_plan *plan, int32_t m, const hcp_group *group)
   if (inner > 0 && group->degree % inner != 0) inner = 0;
   schedules[0] = schedule_of(plan, m, group->first_rank, inner);
   neighbours = records(schedules[0], HCP_SCHEDULE_HEAD_RECEIVES);
-  for (int64_t i = 0; i < neighbours; i++) computes[i] = (uint8_t)(draw(0, 3) > 0);
-  computes[draw(0, (int32_t)neighbours - 1)] = 1;
+  int64_t someone = draw(0, (int32_t)neighbours - 1);
+  for (int64_t i = 0; i < neighbours; i++) {
+    int32_t query = draw(0, 9), key = draw(0, 9), some = i == someone || draw(0, 3) > 0;
+    shares[i] = (hcp_head_share){query, query + (some ? draw(1, 5) : 0), key,
+                                 key + (some ? draw(1, 3) : 0)};
+  }
   for (int64_t i = 0; i < neighbours; i++) {
     if (i > 0) schedules[i] = schedule_of(plan, m, (int32_t)move_of(i)[0], inner);
-    CHECK_INT(hcp_heads_create(schedules[i]->words, schedules[i]->word_count, computes, neighbours,
+    CHECK_INT(hcp_heads_create(schedules[i]->words, schedules[i]->word_count, shares, neighbours,
                                &tables[i], NULL),
               HCP_OK);
   }
@@ -224,7 +259,7 @@ static void rows_come_and_go_back(void) {
 
 /* ---- words from anywhere ---- */
 
-static void refused(hcp_comm_type type, int64_t count, const char *why) {
+static void refused(hcp_comm_type type, int64_t count, hcp_head_share other, const char *why) {
   const int64_t lengths[] = {40};
   hcp_limits limits = draw_limits(2, 2, 2, 40);
   hcp_plan *plan;
@@ -234,8 +269,9 @@ static void refused(hcp_comm_type type, int64_t count, const char *why) {
   hcp_error err;
   CHECK_INT(hcp_plan_create(lengths, 1, &limits, &cost, 1, NULL, &plan, NULL), HCP_OK);
   CHECK_INT(hcp_schedule_create(plan, 0, 0, type, 1, &mask, 64, 0, 0, &schedule, NULL), HCP_OK);
-  computes[0] = computes[1] = 1;
-  CHECK_INT(hcp_heads_create(schedule->words, schedule->word_count, computes, count, &heads, &err),
+  shares[0] = (hcp_head_share){0, 1, 0, 1};
+  shares[1] = other;
+  CHECK_INT(hcp_heads_create(schedule->words, schedule->word_count, shares, count, &heads, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, why);
   hcp_table_destroy(schedule);
@@ -243,15 +279,20 @@ static void refused(hcp_comm_type type, int64_t count, const char *why) {
 }
 
 static void what_is_no_exchange_of_heads_is_refused(void) {
-  refused(HCP_COMM_P2P, 2, "this rank exchanges no rows for heads");
-  refused(HCP_COMM_A2A, 3, "computes has 3 items, expected 2: one a neighbour");
+  const hcp_head_share other = {1, 2, 0, 1};
+  refused(HCP_COMM_P2P, 2, other, "this rank exchanges no rows for heads");
+  refused(HCP_COMM_A2A, 3, other, "shares has 3 records, expected 2: one a neighbour");
+  refused(HCP_COMM_A2A, 2, (hcp_head_share){1, 2, 3, 2},
+          "shares[1] is query heads 1 to 2 and key-value heads 3 to 2, expected 0 <= first <= end");
+  refused(HCP_COMM_A2A, 2, (hcp_head_share){-1, 2, 0, 1}, "shares[1] is query heads -1 to 2");
+  refused(HCP_COMM_A2A, 2, (hcp_head_share){0, INT64_MAX, 0, 1}, "shares[1] is query heads 0 to 9");
 }
 
 static void spoil(const hcp_table *schedule) {
   int64_t count, *words = draw_spoiled(schedule, &count);
   hcp_table *heads = NULL;
   hcp_error err;
-  hcp_status status = hcp_heads_create(words, count, computes, neighbours, &heads, &err);
+  hcp_status status = hcp_heads_create(words, count, shares, neighbours, &heads, &err);
   CHECK(status == HCP_OK || status == HCP_INVALID);
   hcp_table_destroy(heads);
   free(words);
@@ -264,7 +305,7 @@ static void spoiled_words_are_refused_or_harmless(void) {
       const hcp_group *group = &plan->groups[0];
       hcp_table *schedule = schedule_of(plan, 0, group->first_rank, 0);
       neighbours = records(schedule, HCP_SCHEDULE_HEAD_RECEIVES);
-      memset(computes, 1, sizeof computes);
+      for (int64_t j = 0; j < neighbours; j++) shares[j] = (hcp_head_share){j, j + 1, 0, 1};
       for (int32_t n = 0; n < 50; n++) spoil(schedule);
       hcp_table_destroy(schedule);
     }

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention import head_reads
+from hcp.exchange.peer import PeerMemory
 
 loopback_module = sys.modules["hcp.tools.loopback"]
 PAGES = 2 * 4096
@@ -116,6 +117,26 @@ def test_rows_of_any_strides_are_staged(like: Callable[[Tensor], Tensor], heads:
     both(replace(CASE, heads=heads, kv_heads=heads // 2), like=like)
 
 
+@pytest.mark.parametrize("heads", [8, 6])
+def test_numbers_that_are_conjugate_or_negative_by_a_bit_are_exchanged(heads: int) -> None:
+    def work(groups: Any) -> None:
+        for cp, _ in dispatched(groups, CASE):
+            x = torch.randn(cp.layout.rows, heads, 4, dtype=torch.complex64).conj()
+            whole = cp.whole.sequence_to_head(x.resolve_conj())
+            assert torch.equal(cp.whole.sequence_to_head(x), whole)
+            assert torch.equal(cp.whole.sequence_to_head(x.imag), whole.imag)
+
+    hcp.loopback(4, work, sharing=True)
+
+
+def test_exchanges_that_a_graph_captures_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There a rank reads once it has staged."""
+    monkeypatch.setattr(PeerMemory, "is_captured", True)
+    both(replace(CASE, heads=6, kv_heads=3))
+
+
 @pytest.mark.parametrize("comm_type", ["a2a", "a2a+p2p"])
 def test_attention_equals_one_rank(comm_type: str) -> None:
     case = replace(CASE, comm_type=comm_type, dtype="float64", sharing=True, sinks=True, lse=True)
@@ -170,7 +191,7 @@ def test_inside_a_node_heads_are_read_and_between_nodes_keys_are_sent(
 
     def counts(self: Any, *given: Any) -> None:
         made(self, *given)
-        counted.append(self._count)
+        counted.append(len(self._queries))
 
     monkeypatch.setattr(head_reads.HeadReads, "__init__", counts)
     monkeypatch.setattr(loopback_module, "SharingLoopbackTransport", Own)

@@ -63,6 +63,8 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
     told = (NOBODY, COUNTS, 1, 1_000_000, FAILURE)
     q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     out, lse = torch.randn(5, 4, 8), torch.randn(5, 4)
+    halves = records((0, 2, 2), (2, 2, 2), (0, 1, 1), (1, 1, 1), words=3)
+    words_of_rows = torch.zeros(4, 8, dtype=torch.float64)
     turn = torch.randn(5, 8), torch.randn(5, 8), False
     return {
         "pack": ([x], segments, 3),
@@ -95,13 +97,12 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
             *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
             *([x], runs, 4, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
         ),
-        "read_into": (
-            *(torch.randn(4, 3), [x], runs, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
+        "exchange_blocks": (
+            *([out, lse, k], halves, 2, 1, 1, runs, 4, words_of_rows, runs, NOBODY, NOBODY),
+            *(PROGRESS, True, [words_of_rows], runs, 0, NOBODY, NOBODY, PROGRESS, True),
+            *(*told[1:], 0),
         ),
-        "stage_and_read_into": (
-            *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
-            *(torch.randn(4, 3), [x], runs, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
-        ),
+        "join_blocks": (torch.randn(6, 24), [out, lse], halves, 2),
         "place": (torch.randn(4, 3), [x], runs, 1),
         "join": (x, 0),
         "nccl_exchange": (

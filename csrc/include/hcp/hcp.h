@@ -1316,12 +1316,15 @@ hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kerne
  * nothing on the way back.
  *
  *   SIZES         rows that this rank stages, the most that any neighbour does; the same back
+ *   BLOCKS        (first, heads, most): the query heads of each neighbour's block, and the most of
+ *                 any, which all blocks have room for; then the same of the key-value heads
  *   STAGED_RUNS   (row, rows, part, part_row): staged rows <- this rank's rows. A part is the
  *                 columns of a neighbour's heads, by the neighbour's number
  *   READERS       (peer): the ranks that read them, ascending
  *   OWNERS        (peer, all rows that it stages): the ranks that this one reads from, ascending
  *   READ_RUNS     rows in token order <- those owners' rows
  *   OWN_RUNS      rows in token order <- this rank's own rows
+ *   BACK_BLOCKS   the same of the one block that this rank computes, among its own heads
  *   BACK_STAGED_RUNS  staged rows <- the one part of rows in token order
  *   BACK_READERS
  *   BACK_OWNERS
@@ -1329,11 +1332,13 @@ hcp_status hcp_launches_join(const hcp_entries *entries, const hcp_kernel *kerne
  *   BACK_OWN_RUNS   the blocks <- this rank's own rows in token order */
 #define HCP_HEADS_SECTIONS(X) \
   X(SIZES, 4)                 \
+  X(BLOCKS, 3)                \
   X(STAGED_RUNS, 4)           \
   X(READERS, 1)               \
   X(OWNERS, 2)                \
   X(READ_RUNS, 4)             \
   X(OWN_RUNS, 4)              \
+  X(BACK_BLOCKS, 3)           \
   X(BACK_STAGED_RUNS, 4)      \
   X(BACK_READERS, 1)          \
   X(BACK_OWNERS, 2)           \
@@ -1347,10 +1352,16 @@ enum {
       HCP_HEADS_SECTION_COUNT
 };
 
-/* Make the exchange of heads of a schedule, which is given as words. computes: for each of count
- * neighbours, whether it computes any heads. HCP_INVALID for words that are no schedule, or of one
- * in which the rank exchanges no rows for heads, and for another number of neighbours. */
-hcp_status hcp_heads_create(const int64_t *words, int64_t word_count, const uint8_t *computes,
+/* The heads that a neighbour computes. */
+typedef struct hcp_head_share {
+  int64_t first_query, end_query;
+  int64_t first_key, end_key; /* key-value heads */
+} hcp_head_share;
+
+/* Make the exchange of heads of a schedule, which is given as words. shares: of each of count
+ * neighbours. HCP_INVALID for words that are no schedule, or of one in which the rank exchanges no
+ * rows for heads, for another number of neighbours, and for shares that end before they begin. */
+hcp_status hcp_heads_create(const int64_t *words, int64_t word_count, const hcp_head_share *shares,
                             int64_t count, hcp_table **heads, hcp_error *err);
 
 /* ---- Packed entries ----------------------------------------------------- */
