@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.head_shares import split
+from hcp.attention.prepared import Prepared
 from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
 from hcp.exchange.calls import Calls, HandlerPart
@@ -42,6 +43,8 @@ class WholeSequences(HandlerPart):
         sequence is one document, unless its mask begins others. Under ``alignment``, each rank's
         padding follows, as documents of their own."""
         self._rows = int(cu_seqlens[-1])
+        self._likes: dict[tuple[object, ...], Tensor] = {}
+        """No rows of all heads, for the stamps of calls of one kind."""
 
     @cached_property
     def stretch_cu_seqlens(self) -> Tensor:
@@ -120,6 +123,10 @@ class WholeSequences(HandlerPart):
 
         return self._calls.make("whole.head_to_sequence", exchanged)
 
+    @cached_property
+    def _prepared(self) -> Prepared:
+        return self._schedules.of_heads()
+
     def _exchange(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
@@ -127,8 +134,11 @@ class WholeSequences(HandlerPart):
         refuse_transforms(operation, x)
         if self._layout.degree == 0:
             return x
-        prepared = self._schedules.of_heads()
-        like = x.new_empty(0, count, *x.shape[2:])
+        prepared = self._prepared
+        kind = count, x.shape[2:], x.dtype
+        like = self._likes.get(kind)
+        if like is None:
+            like = self._likes[kind] = x.new_empty(0, count, *x.shape[2:])
         stamp = self._calls.stamp(operation, number, like, x.dtype)
         if not prepared.schedule.header.in_place:  # signals between GPUs carry the stamp themselves
             self._calls.agree(prepared, stamp)
@@ -145,11 +155,12 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, exchange: HeadExchange, count: int, to_heads: bool, stamp: Stamp
     ) -> Tensor:
         ctx.given = exchange, count, not to_heads, stamp.in_pass(BACKWARD)
-        if to_heads:
-            (out,) = exchange.to_heads([x], [], stamp)
-        else:
-            (out,) = exchange.to_rows([x], [], 0, stamp)
-        return out.contiguous()
+        with torch._C._AutoDispatchBelowAutograd():
+            if to_heads:
+                (out,) = exchange.to_heads([x], [], stamp)
+            else:
+                (out,) = exchange.to_rows([x], [], 0, stamp)
+            return out.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -431,8 +431,13 @@ class PeerStaged:
         """The read, and its parts."""
         read = self._made.reads[number]
         assert read is not None
-        # A copy that the operator made would be gone before the other stream has read it.
-        return read, [*map(flat_rows, own), *read.columns]
+        return read, [*map(_kept, own), *read.columns]
+
+
+def _kept(rows: Tensor) -> Tensor:
+    """Rows (N, ...) as an operator reads them where they lie: a copy that it made would be gone
+    before the other stream has read it."""
+    return rows if rows.dim() > 1 and rows.is_contiguous() else flat_rows(rows)
 
 
 class PeerReading:
