@@ -280,7 +280,7 @@ def print_host_times(
             if comm_type == "auto" or (comm_type == "a2a+p2p" and (degree < 4 or degree % 2)):
                 continue
             kinds = {"sent": AtOnce, "read": ReadAtOnce}
-            for rows in ["-"] if degree == 1 else ["sent"] if comm_type == "a2a" else kinds:
+            for rows in ["-"] if degree == 1 else kinds:
                 names.append((degree, comm_type, rows))
                 kind = kinds.get(rows, AtOnce)
                 contestants += layer(comm_type, degree, device, kind, kernel)
