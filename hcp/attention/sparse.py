@@ -254,9 +254,8 @@ class SparseAttention(HandlerPart):
         places = torch.full((query.shape[0], top_k), -1, device=query.device)
         for row, rows, first, seen_rows, *_ in self._route.entries:
             keys, place = whole[first : first + seen_rows], seen_rows - rows
-            step = max(1, _ELEMENTS // max(1, query.shape[1] * len(keys)))
-            for begin in range(0, rows, step):
-                end = min(begin + step, rows)
+            for part in _parts(rows, query.shape[1] * len(keys)):
+                begin, end = part.start, part.stop
                 own, seen = slice(row + begin, row + end), keys[: place + end]
                 scores = _index_scores(query[own], seen, weights[own], relu)
                 after = torch.arange(place + begin + 1, place + end + 1, device=query.device)
