@@ -222,7 +222,7 @@ class Scan(HandlerPart):
         factor = (
             _expect_decay(states, decay)
             if transition is None
-            else (_expect_transition(states, transition))
+            else _expect_transition(states, transition)
         )
         for name, x in (("states", states), ("decay or transition", factor)):
             self._expect_floats(name, x)

@@ -74,8 +74,7 @@ class RowCalls:
 
         def copied(number: int) -> Tensor:
             route = route_of()
-            check_rows(x, route.source_rows, self._transport.device)
-            refuse_transforms("to_tokens", x)
+            self._check("to_tokens", x, route)
             stamp = self._calls.agreed_stamp("to_tokens", number, x, payload=payload)
             return copy_rows_of(self._transport, route, x, stamp)
 

@@ -203,9 +203,9 @@ def _by_gathering(
 def _by_rounds(
     transport: Transport, table: StateTable, maps: Maps, rows: Tensor, stamp: Stamp
 ) -> Parts:
-    """``before``: rows of the map of the spans before each of this rank's, as far as is known."""
     arrived = copy_rows_of(transport, table.paths[0], rows, stamp)
     first, *later = (spans.to(rows.device) for spans in table.wanting)
+    # Rows of the map of the spans before each of this rank's, as far as is known.
     before = torch.zeros_like(rows).index_copy(0, first, arrived)
     for path, own in zip(table.paths[1:], later, strict=True):
         arrived = copy_rows_of(transport, path, before, stamp)
