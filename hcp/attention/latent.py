@@ -89,7 +89,7 @@ def attention(
     ``as_key_and_value`` gives them, to (T, H, E); and its log-sum-exp (T, H)."""
     expect_no_unit("expand", expand)
     expansion = Expansion(expand, parameters, _autocast_of(inputs[0]))
-    out, lse = _LatentAttention.apply(*inputs, (call, expansion), *parameters)  # type: ignore[no-untyped-call]
+    out, lse = _LatentAttention.apply(*inputs, call, expansion, *parameters)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -340,10 +340,10 @@ class _LatentAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        how: tuple[LayerCall, Expansion],
+        call: LayerCall,
+        expansion: Expansion,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        call, expansion = how
         inputs = (query, key, value, sinks)
         layer = layer_of(call, inputs, latent=True)
         kept = current.results
@@ -355,7 +355,7 @@ class _LatentAttention(torch.autograd.Function):
         else:
             out, lse = recalled
         ctx.save_for_backward(query, key, value, sinks, out, lse, *parameters)
-        ctx.layer, ctx.how = layer, how
+        ctx.layer, ctx.call, ctx.expansion = layer, call, expansion
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
         return out, lse
 
@@ -363,15 +363,15 @@ class _LatentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse, *_ = ctx.saved_tensors
-        call, expansion = ctx.how
+        expansion: Expansion = ctx.expansion
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         kernel = _Expanding(ctx.layer.kernel, expansion)
         layer: PreparedLayer = ctx.layer._replace(kernel=kernel)
         attended = query, key, value, out, lse
-        grads = backward(layer, call, attended, sinks, (grad_out, grad_lse))
+        grads = backward(layer, ctx.call, attended, sinks, (grad_out, grad_lse))
         own = [
             torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
             for parameter, total in zip(expansion.parameters, kernel.sums, strict=True)
         ]
-        return *grads, None, *own
+        return *grads, None, None, *own
