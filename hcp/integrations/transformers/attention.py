@@ -26,6 +26,7 @@ from hcp.integrations.transformers.probe import (
     probe,
     was_probed,
 )
+from hcp.integrations.transformers.trained_positions import each_rope
 from hcp.integrations.transformers.transformers_latent import Unexpanded
 from hcp.integrations.unrotated import Unrotated, take_rotary
 from hcp.step.handler import ContextParallelHandler
@@ -164,22 +165,12 @@ def _check_config(config: Any) -> None:
                 f"{name}.{attribute} is {probability}, expected 0: a rank that skips a layer "
                 "leaves the others waiting for its rows, or gives them those of another layer"
             )
-    for rotary in _rotary_types(getattr(config, "rope_parameters", None)):
-        if rotary in VARYING_ROTARY:
+    for parameters in each_rope(getattr(config, "rope_parameters", None)):
+        if (rotary := parameters.get("rope_type")) in VARYING_ROTARY:
             raise ValueError(
                 f"{name}.rope_parameters has rope_type {rotary!r}, expected one that does not "
                 "depend on the rows of the batch, such as 'default', 'linear', 'llama3' or 'yarn'"
             )
-
-
-def _rotary_types(parameters: Any) -> list[str]:
-    """Return the types of rotary embedding of all layers. Some models have one for each kind of
-    layer."""
-    if not isinstance(parameters, dict):
-        return []
-    nested = [kind for value in parameters.values() for kind in _rotary_types(value)]
-    own = parameters.get("rope_type")
-    return [own, *nested] if isinstance(own, str) else nested
 
 
 # ---- what the registry calls ---------------------------------------------------------------------

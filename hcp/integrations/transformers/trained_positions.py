@@ -20,18 +20,18 @@ def trained_positions(config: Any) -> int | None:
         return None
     scaled = (
         int(parameters["factor"] * parameters["original_max_position_embeddings"])
-        for parameters in _each(getattr(text, "rope_parameters", None))
+        for parameters in each_rope(getattr(text, "rope_parameters", None))
         if parameters.get("factor") and parameters.get("original_max_position_embeddings")
     )
     return max(most, *scaled, 0)
 
 
-def _each(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """The parameters of all layers. Some models have one set for each kind of layer."""
+def each_rope(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield each set of `rope_parameters`: some models have one for each kind of layer."""
     if isinstance(parameters, dict):
         yield parameters
         for value in parameters.values():
-            yield from _each(value)
+            yield from each_rope(value)
 
 
 def warn_of_positions(config: Any, cp: ContextParallelHandler) -> None:
