@@ -36,8 +36,8 @@ from hcp.tools.loopback import loopback
 MODEL_TYPES = {"t5gemma"}
 """Types of models of an encoder and a decoder that were tested."""
 
-_SOURCES, _TARGETS = (5, 3, 2), (3, 4, 2)
-"""Tokens of the pairs that are compared."""
+_SIZES = (5, 3), (3, 4), (2, 2)
+"""Tokens of the pairs that are compared: of the encoder, of the decoder."""
 
 
 def register_for_seq2seq(model: Any) -> None:
@@ -128,11 +128,7 @@ def _pairs(model: Any) -> list[tuple[Tensor, Tensor]]:
     words = int(model.config.decoder.vocab_size)
     device = model.get_input_embeddings().weight.device
     drawn = torch.arange(words // 4, words // 4 + 20, device=device) % words
-    return [(drawn[i : i + s], drawn[i + 7 : i + 7 + t]) for i, (s, t) in enumerate(_sizes())]
-
-
-def _sizes() -> Sequence[tuple[int, int]]:
-    return list(zip(_SOURCES, _TARGETS, strict=True))
+    return [(drawn[i : i + s], drawn[i + 7 : i + 7 + t]) for i, (s, t) in enumerate(_SIZES)]
 
 
 def _packed(model: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

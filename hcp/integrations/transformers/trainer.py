@@ -181,7 +181,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             self.cp_config,
             self.cp_groups,
             global_batch_size=self.global_batch_size,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            seed=self._data_seed,
             drop_last=self.args.dataloader_drop_last,
             load_workers=self.args.dataloader_num_workers,
             cost=self.cp_cost,
@@ -192,6 +192,12 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             shuffle=self.args.train_sampling_strategy == "random",
             order=self._order(),
         )
+
+    @property
+    def _data_seed(self) -> int:
+        args = self.args
+        seed: int = args.seed if args.data_seed is None else args.data_seed
+        return seed
 
     def _order(self) -> Order | None:
         """Return the order of the samples in each epoch if samples of like length go together."""
@@ -204,8 +210,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             if named
             else [self._length_of(item) for item in self.train_dataset]
         )
-        batch = self.global_batch_size
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        batch, seed = self.global_batch_size, self._data_seed
 
         def order(epoch: int) -> list[int]:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
