@@ -481,6 +481,16 @@ REFUSED_MODELS = [
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rope_type 'dynamic', expected one that does not",
     ),
+    (
+        "gemma3_text",  # a set for each kind of layer
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            }
+        },
+        "rope_type 'dynamic', expected one that does not",
+    ),
 ]
 
 
