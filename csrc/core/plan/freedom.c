@@ -4,22 +4,33 @@
  * better one, so requests with fewer degrees, less memory or the other sync are searched too, in
  * fewer attempts, while the best plan is above its bound by more than is worth a search. What is
  * best is then improved by small steps. Ranks that do not wait have the whole plan of those that do
- * as a candidate, where their own is far from its bound. Every degree alone is searched as a
- * request of its own would be: no plan is slower than that of one degree. */
+ * as a candidate, where their own is far from its bound. Of small requests every degree alone is
+ * searched as its own request would be: no such plan is slower than that of one degree. Of larger
+ * ones static CP is, where its bound promises much. */
 #include "plan.h"
 
-/* Sequences times ranks up to which every degree is searched alone, and from which no other request
- * is; the part of the bound, as a divisor, within which nothing else is tried; kinds up to which
- * less memory is tried; and the part of the best, as a shift, within which plans of other requests
- * are worth small steps. */
-enum { FORCED = 1 << 9, NEAR = 200, FAR = 64, LARGE = 1 << 13, KINDS = 8, CLOSE = 6, WIDE = 3 };
+/* Requests by size, and what is tried for them. */
+enum {
+  FORCED = 1 << 9, /* sequences times ranks up to which every degree is searched alone, */
+  LARGE = 1 << 13, /* beyond which few other requests are, */
+  HUGE = 1 << 18,  /* and beyond which only those of less memory are */
+  KINDS = 8        /* kinds of sequences up to which less memory is tried at all */
+};
 
-/* The part of its bound, as a divisor, by which static CP may end sooner than the best plan and be
- * searched as a request of its own would be. */
-enum { PROMISING = 50 };
+/* Parts of a bound, as divisors. */
+enum {
+  NEAR = 200,    /* within which the best plan is near enough: nothing else is tried */
+  FAR = 64,      /* the same of requests whose search takes longer */
+  PROMISING = 50 /* by which static CP may end sooner than the best plan, to be searched as its own
+                    request would be */
+};
 
-/* The same up to which large requests of lockstep are searched without single ranks. */
-enum { HUGE = 1 << 18 };
+/* Parts of the best makespan, as shifts, within which plans of other requests are worth small
+ * steps. */
+enum {
+  CLOSE = 6,
+  WIDE = 3 /* of stricter requests, where degrees are powers of two */
+};
 
 /* The share of the usual looks, as a divisor, that small steps have: in the best plan under either
  * sync, in those of stricter requests, in those whose ranks wait for each other, in those of one
