@@ -16,8 +16,6 @@
 
 namespace hcp {
 
-using torch::stable::new_zeros;
-
 inline int32_t torch_dtype(hcp_dtype dtype) {
   switch (dtype) {
     case HCP_FLOAT64:
