@@ -19,9 +19,7 @@ std::string shape_text(const Sizes &sizes) {
   return text + ")";
 }
 
-static Sizes sizes_of(const Tensor &tensor) {
-  return Sizes(tensor.sizes().begin(), tensor.sizes().end());
-}
+Sizes sizes_of(const Tensor &tensor) { return Sizes(tensor.sizes().begin(), tensor.sizes().end()); }
 
 // ---- Checks of one property ------------------------------------------------
 
@@ -223,7 +221,7 @@ static Records<Record> records_of(const char *name, const Tensor &tensor) {
   return {static_cast<const Record *>(tensor.const_data_ptr()), tensor.size(0)};
 }
 
-static void expect_ok(hcp_status status, const hcp_error &error) {
+void expect_ok(hcp_status status, const hcp_error &error) {
   if (status != HCP_OK) throw std::runtime_error(error.message);
 }
 

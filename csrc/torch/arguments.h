@@ -73,6 +73,7 @@ struct Result {
 };
 using Results = Records<Result>;
 
+Sizes sizes_of(const Tensor &tensor);
 // (2, 3), as messages say it.
 std::string shape_text(const Sizes &sizes);
 
@@ -96,6 +97,9 @@ void expect_rows(const Name &name, const Tensor &tensor);
 void expect_sizes(const Name &name, const Tensor &tensor, const Sizes &sizes);
 void expect_contiguous(const Name &name, const Tensor &tensor);
 void expect_at_least(const Name &name, int64_t value, int64_t least);
+
+// Throws the error of a call of the core that has failed.
+void expect_ok(hcp_status status, const hcp_error &error);
 
 // Sums and products of sizes, refused beyond 63 bits: a tensor without rows may be that wide.
 int64_t added(int64_t a, int64_t b);

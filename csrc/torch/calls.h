@@ -12,7 +12,7 @@ namespace hcp {
 // Copied into a tensor made for it. torch's own copy_ would be looked up by name at every call.
 inline Tensor copied(Tensor to, const Tensor &from) {
   if (aoti_torch_copy_(to.get(), from.get(), 0) != 0)
-    refuse("torch copied no rows of shape ", shape_text({from.sizes().begin(), from.sizes().end()}),
+    refuse("torch copied no rows of shape ", shape_text(sizes_of(from)),
            "; its own message says why");
   return to;
 }
@@ -29,7 +29,7 @@ inline bool is_aligned(const Tensor &rows, int64_t bytes) {
 // want one.
 inline Tensor aligned(const Name &name, const Tensor &rows) {
   expect_dim(name, rows, 3);
-  Sizes sizes(rows.sizes().begin(), rows.sizes().end());
+  Sizes sizes = sizes_of(rows);
   if (!is_aligned(rows, static_cast<int64_t>(rows.element_size())))
     return copied(fresh(rows, sizes), rows);
   return view_of(rows, sizes, {rows.stride(0), rows.stride(1), 1}, 0);

@@ -59,7 +59,7 @@ inline void expect_cut(const Cuts &cuts, int64_t i, const Name &name, int64_t ro
 
 inline Tensor rows_of(const Tensor &tensor, const Cut &cut) {
   if (cut.rows == tensor.size(0)) return tensor;
-  Sizes sizes(tensor.sizes().begin(), tensor.sizes().end());
+  Sizes sizes = sizes_of(tensor);
   Sizes strides(tensor.strides().begin(), tensor.strides().end());
   sizes[0] = cut.rows;
   return view_of(tensor, sizes, strides, cut.row * strides[0]);
@@ -97,8 +97,7 @@ inline Tensors columns_beside(const char *name, const Tensor &rows, const Tensor
   expect_sizes(name, rows, {-1, width});
   int64_t first = 0;
   for (const Tensor &one : like) {
-    Sizes sizes(one.sizes().begin(), one.sizes().end());
-    views.push_back(column_view(rows, {0, rows.size(0)}, first, sizes));
+    views.push_back(column_view(rows, {0, rows.size(0)}, first, sizes_of(one)));
     first += row_width(one);
   }
   return views;

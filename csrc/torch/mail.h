@@ -6,10 +6,6 @@
 
 namespace hcp {
 
-inline void expect_held(hcp_status status, const hcp_error &error) {
-  if (status != HCP_OK) throw std::runtime_error(error.message);
-}
-
 inline void expect_words(const char *name, const Tensor &words) {
   expect_dtype(name, words, torch::headeronly::ScalarType::Long);
   expect_dim(name, words, 1);
@@ -22,7 +18,7 @@ inline hcp_link *link_of(const Tensor &link, const Counts &counts) {
   expect_words("link", link);
   hcp_link *found = static_cast<hcp_link *>(link.mutable_data_ptr());
   hcp_error error;
-  expect_held(hcp_link_check(found, link.size(0), &error), error);
+  expect_ok(hcp_link_check(found, link.size(0), &error), error);
   if (counts.n != hcp_link_counts(found->ranks))
     refuse("counts has ", counts.n, " words, expected the ", hcp_link_counts(found->ranks),
            " of link");
@@ -51,10 +47,10 @@ class Mail {
     received_.row_stride_bytes = received_.row_bytes;
     if (source.size(0) < 2) sent_.row_stride_bytes = sent_.row_bytes;
     hcp_error error;
-    expect_held(hcp_link_read_rounds(
-                    link_, static_cast<const int64_t *>(rounds.const_data_ptr()), rounds.size(0),
-                    {sent_.row_bytes, received_.row_bytes, target.size(0)}, &all_, &error),
-                error);
+    expect_ok(hcp_link_read_rounds(
+                  link_, static_cast<const int64_t *>(rounds.const_data_ptr()), rounds.size(0),
+                  {sent_.row_bytes, received_.row_bytes, target.size(0)}, &all_, &error),
+              error);
     expect_runs(source.size(0));
     if (all_.count[HCP_MAILBOX_WRITES] > 0) sent_word_ = word_of("sent", sent_);
     if (all_.count[HCP_MAILBOX_READS] > 0) received_word_ = word_of("received", received_);
@@ -133,15 +129,15 @@ class Mail {
     hcp_error error;
     for (int64_t i = 0; i < all_.count[HCP_MAILBOX_WRITES]; ++i) {
       Runs runs = write_runs(i);
-      expect_held(hcp_check_runs(runs.data, runs.n, &sent_rows, 1, all_.writes[i].rows, &error),
-                  error);
+      expect_ok(hcp_check_runs(runs.data, runs.n, &sent_rows, 1, all_.writes[i].rows, &error),
+                error);
     }
     for (int64_t i = 0; i < all_.count[HCP_MAILBOX_READS]; ++i) {
       Runs runs = read_runs(i);
       Sizes rows = owner_rows(i);
-      expect_held(hcp_check_runs(runs.data, runs.n, rows.data(), static_cast<int64_t>(rows.size()),
-                                 all_.reads[i].rows, &error),
-                  error);
+      expect_ok(hcp_check_runs(runs.data, runs.n, rows.data(), static_cast<int64_t>(rows.size()),
+                               all_.reads[i].rows, &error),
+                error);
     }
   }
 
