@@ -80,7 +80,7 @@ DEFAULTS = {
     "warm": (0, 2),
 }
 RATES = {"matrices": 600e12, "attention": 620e12, "attention_backward": 560e12}
-RATES |= {"host_rate": 40e9, "memory_rate": 3e12}
+RATES |= {"host_rate": 40e9, "memory_rate": 3e12, "host_memory_rate": 45e9}
 """Assumed for --forecast, of a Hopper GPU."""
 
 

@@ -493,7 +493,7 @@ def measure_layers(args: argparse.Namespace) -> None:
     found.prices.save(args.out, origin(args, device_name(device)) | measures)
     print(f"one layer of {args.model} on {device_name(device)}, {args.dtype}")
     for name, value in asdict(found.prices).items():
-        print(f"  {name:14}{value:>12.4g}  {LAYER_MEANINGS[name]}")
+        print(f"  {name:15}{value:>12.4g}  {LAYER_MEANINGS[name]}")
     print(f"wrote {args.out}")
 
 
@@ -504,6 +504,7 @@ LAYER_MEANINGS = {
     "pair_backward": "s: the same in its backward",
     "head_row": "s: a row in the head and the loss",
     "parameter": "s: the update of a parameter",
+    "host_parameter": "s: the same on the host, with the norm of gradients",
     "host_rate": "bytes/s between device and host",
 }
 

@@ -68,7 +68,7 @@ def prices_in(folder, **changes):
     from hcp.integrations.transformers import memory
 
     same = {"row_forward": 1e-6, "row_backward": 2e-6, "pair_forward": 1e-8, "pair_backward": 3e-8}
-    same |= {"head_row": 1e-6, "parameter": 1e-9, "host_rate": 1e12}
+    same |= {"head_row": 1e-6, "parameter": 1e-9, "host_parameter": 1e-8, "host_rate": 1e12}
     memory.Prices(**same).save(folder / "prices.json", {})
     return str(folder / "prices.json")
 

@@ -2434,7 +2434,8 @@ def whole_gradients_of_steps(rank, size, folder, options):
     config, dtype = trainer.model.config, next(trainer.model.parameters()).dtype
     sizes = memory.model_bytes(config, dtype)
     rates = {"matrices": 1e12, "attention": 1e12, "attention_backward": 1e12}
-    prices = memory.Prices.of_rates(config, **rates, host_rate=1e9, memory_rate=1e9)
+    rates |= {"host_rate": 1e9, "memory_rate": 1e9, "host_memory_rate": 1e9}
+    prices = memory.Prices.of_rates(config, **rates)
     bytes_ = [
         memory.choose(
             config, sizes, prices, memory.Machine(size, 2**30, accumulates=accumulates), 64

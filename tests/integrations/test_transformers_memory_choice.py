@@ -50,6 +50,7 @@ def prices(**changes):
 
     same = {"row_forward": 1e-6, "row_backward": 2e-6, "pair_forward": 1e-10}
     same |= {"pair_backward": 3e-10, "head_row": 1e-6, "parameter": 1e-9, "host_rate": 1e9}
+    same["host_parameter"] = 1e-8
     return memory.Prices(**same | changes)
 
 
@@ -347,6 +348,18 @@ def test_the_seconds_of_a_step_are_its_sums(model):
     assert found.seconds == pytest.approx(sum(found.parts.values()))
 
 
+def test_the_host_updates_parameters_that_it_keeps(model):
+    from hcp.integrations.transformers import memory
+
+    own = model[1].parameters / 2
+    machine = memory.Machine(2, 64 * 2**30, 2**36)
+    updates = [
+        memory.choose(*model, prices(), found, 100_000).parts["update"]
+        for found in (machine, replace(machine, offload_state=True))
+    ]
+    assert updates == pytest.approx([own * 1e-9, own * (1e-8 + 8 / 1e9)], rel=1e-6)
+
+
 def test_a_length_that_cannot_fit_is_refused_with_the_longest_that_can(model):
     from hcp.integrations.transformers import memory
 
@@ -409,13 +422,15 @@ def test_prices_of_rates_are_sums_of_operations():
     from hcp.integrations.transformers import memory
 
     rates = {"matrices": 1e12, "attention": 2e12, "attention_backward": 4e12}
-    found = memory.Prices.of_rates(config(sizes=SIZES), **rates, host_rate=1e9, memory_rate=28.0)
+    rates |= {"host_rate": 1e9, "memory_rate": 28.0, "host_memory_rate": 20.0}
+    found = memory.Prices.of_rates(config(sizes=SIZES), **rates)
     weights = 32 * (32 + 16 + 16 + 32 + 3 * 96)
     assert found.row_forward == pytest.approx(2 * weights / 1e12)
     assert found.pair_forward == pytest.approx(4 * 32 / 2e12)
     assert found.pair_backward == pytest.approx(10 * 32 / 4e12)
     assert found.head_row == pytest.approx(6 * 32 * 64 / 1e12)
     assert found.parameter == 1.0
+    assert found.host_parameter == 2.0
 
 
 # ---- prices --------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ class Prices:
     """Of a row in the head and the loss, both ways."""
     parameter: float
     """Of the update of a parameter that a rank owns."""
+    host_parameter: float
+    """Of the same on the host, with its part of the gradients' norm."""
     host_rate: float
     """Bytes a second between device and host, each way."""
 
@@ -47,6 +49,7 @@ class Prices:
         attention_backward: float,
         host_rate: float,
         memory_rate: float,
+        host_memory_rate: float,
     ) -> Prices:
         """Return prices by a device's rates, without measuring.
 
@@ -57,6 +60,7 @@ class Prices:
             attention_backward: the same of its backward, which has 2.5 times as many operations.
             host_rate: bytes a second between device and host.
             memory_rate: bytes a second of the device's own memory, for the update.
+            host_memory_rate: the same of the host's memory, for all threads of one rank.
         """
         sizes = _sizes_of(config)
         heads = sizes.heads * sizes.head_dim
@@ -71,6 +75,7 @@ class Prices:
             pair_backward=10 * heads / attention_backward,
             head_row=3 * head,
             parameter=28 / memory_rate,  # reads four numbers of Adam's, writes three, in float32
+            host_parameter=40 / host_memory_rate,  # and reads gradients twice, and writes them once
             host_rate=host_rate,
         )
 
@@ -364,16 +369,16 @@ class _Step:
             max(0.0, lean - self.forward) + max(0.0, lean - self.backward - self.matrices)
         )
         waits += counts.offload * (max(0.0, whole - self.forward) + max(0.0, whole - self.backward))
-        update = self.weights.own * prices.parameter
+        each = prices.parameter
         if self.machine.offload_state:  # gradients go, weights come
-            update += 8 * self.weights.own / prices.host_rate
+            each = prices.host_parameter + 8 / prices.host_rate
         return {
             "forward": layers * self.forward,
             "backward": layers * self.backward,
             "computed again": again * self.matrices,
             "waiting for copies": waits,
             "head and loss": self.rows * prices.head_row,
-            "update": update,
+            "update": self.weights.own * each,
         }
 
     def forecast(self, counts: Counts) -> Forecast:

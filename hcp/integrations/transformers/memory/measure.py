@@ -38,7 +38,7 @@ class Measured:
 def measure(
     config: Any, device: torch.device, dtype: torch.dtype, lengths: Sequence[int], repeats: int = 3
 ) -> Measured:
-    """Measure one layer of a model, its head, an update and the link to the host.
+    """Measure one layer of a model, its head, updates on both sides, and the link to the host.
 
     The layer runs through hcp's attention, on whole sequences of one rank. A line of matrices,
     which grows with the rows, and a square of attention are fitted to its seconds.
@@ -73,6 +73,7 @@ def measure(
         pair_backward=backward[1],
         head_row=_head_seconds(model, device, dtype, lengths[0], repeats),
         parameter=_update_seconds(device, repeats),
+        host_parameter=_update_seconds(torch.device("cpu"), repeats, clips=True),
         host_rate=_host_rate(device, repeats),
     )
     return Measured(prices, seconds, held)
@@ -198,12 +199,19 @@ def _head_seconds(
     return _median_seconds(device, repeats, call) / rows
 
 
-def _update_seconds(device: torch.device, repeats: int) -> float:
-    count = 2**20 if device.type == "cpu" else 2**26
+def _update_seconds(device: torch.device, repeats: int, *, clips: bool = False) -> float:
+    """Of a parameter. ``clips``: the norm of its gradients counts, too."""
+    count = 2**22 if device.type == "cpu" else 2**26
     weight = nn.Parameter(torch.zeros(count, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    return _median_seconds(device, repeats, optimizer.step) / count
+
+    def update() -> None:
+        if clips:
+            nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+
+    return _median_seconds(device, repeats, update) / count
 
 
 def _host_rate(device: torch.device, repeats: int) -> float:
