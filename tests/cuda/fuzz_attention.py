@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/cuda/fuzz_attention.py --cases 2000 [--seed 0] [--seconds 400]
 
-As ranks of one process, which share one GPU:
+Ranks of several processes share one GPU by sharing.py. As ranks of one process:
 
     python tests/cuda/fuzz_attention.py --ranks 4
 
