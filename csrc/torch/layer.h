@@ -172,12 +172,12 @@ Tensors sum_gradients(Tensors parts, std::optional<Tensor> home, Tensor runs, in
 //
 // What the launches of some stages gave goes into a total before those of further stages begin.
 
-// A total of parts of a dtype and with so many heads of so many elements.
-inline void expect_total(const Tensor &total, hcp_dtype dtype, const Tensor &first, int64_t heads,
-                         int64_t head_dim) {
+// A total of parts of a dtype and with so many heads of so many elements, beside the first of them.
+inline void expect_total(const Tensor &total, hcp_dtype dtype, const char *first_name,
+                         const Tensor &first, int64_t heads, int64_t head_dim) {
   expect_sizes("total", total, {-1, heads, head_dim});
   expect_dtype("total", total, wide_dtype(dtype));
-  expect_same_device("total", total, "outs[0]", first);
+  expect_same_device("total", total, first_name, first);
   expect_contiguous("total", total);
 }
 
@@ -195,7 +195,7 @@ template <class Device>
 Tensor merge_on(Tensor total, std::optional<Tensor> total_lse, Tensors outs, Tensors lses,
                 Tensor runs) {
   Parts parts = parts_of(outs, lses);
-  expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
+  expect_total(total, parts.dtype, "outs[0]", outs[0], parts.heads, parts.head_dim);
   int64_t rows = total.size(0);
   hcp_merge call = merge_of(parts, runs_of(runs, parts.rows, rows), rows);
   if (total_lse) call.total_lse = total_lse_of(*total_lse, parts.dtype, total);
@@ -210,7 +210,7 @@ template <class Device>
 std::tuple<Tensor, Tensor> merge_last(Tensor total, Tensor total_lse, Tensors outs, Tensors lses,
                                       Tensor runs) {
   Parts parts = parts_of(outs, lses);
-  expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
+  expect_total(total, parts.dtype, "outs[0]", outs[0], parts.heads, parts.head_dim);
   int64_t rows = total.size(0);
   hcp_merge call = merge_of(parts, runs_of(runs, parts.rows, rows), rows);
   call.total = total.const_data_ptr();
@@ -227,7 +227,7 @@ void sum_on(Tensor total, bool begun, Tensors parts, Tensor runs) {
   Tensors given = flat("parts", parts);
   Summands summands = summands_of(given, 1);
   expect_dim("parts[0]", parts[0], 3);
-  expect_total(total, summands.dtype, parts[0], parts[0].size(1), parts[0].size(2));
+  expect_total(total, summands.dtype, "parts[0]", parts[0], parts[0].size(1), parts[0].size(2));
   Runs records = runs_of(runs, summands.rows, total.size(0));
   hcp_column out = output_of("total", flat("total", 0, total));
   hcp_sum sum = sum_of(summands, records, total.size(0));

@@ -152,7 +152,7 @@ class Scan(HandlerPart):
         """
 
         def passed(number: int) -> Parts:
-            parts, first = self._expect_maps(maps), _expect_initial(initial)
+            parts, first = self._expect_maps(maps), self._expect_initial(initial)
             of_two, of_state = guarded("combine", combine), guarded("apply", apply)
             dtype = functools.reduce(torch.promote_types, [x.dtype for x in (*parts, *first)])
             wide = torch.promote_types(dtype, torch.float32)
@@ -201,6 +201,14 @@ class Scan(HandlerPart):
                 )
             self._expect_floats(f"maps[{i}]", part)
         return tuple(maps)
+
+    def _expect_initial(self, initial: Sequence[Tensor]) -> Parts:
+        expect_items("initial", initial, "tensors")
+        if not initial:
+            raise ValueError("initial is empty, expected a state: one tensor or more")
+        for i, part in enumerate(initial):
+            self._expect_floats(f"initial[{i}]", part)
+        return tuple(initial)
 
     def _expect_floats(self, name: str, x: Tensor) -> None:
         if not (x.is_floating_point() or x.is_complex()):
@@ -282,16 +290,6 @@ class Scan(HandlerPart):
         """The way that this rank's group uses for each recurrent layer's sizes so far, with the
         reason."""
         return tuple(self._choices.values())
-
-
-def _expect_initial(initial: Sequence[Tensor]) -> Parts:
-    expect_items("initial", initial, "tensors")
-    for i, part in enumerate(initial):
-        if not (part.is_floating_point() or part.is_complex()):
-            raise ValueError(f"initial[{i}] is {part.dtype}, expected floats or complex numbers")
-    if not initial:
-        raise ValueError("initial is empty, expected a state: one tensor or more")
-    return tuple(initial)
 
 
 def _expect_decay(states: Tensor, decay: Tensor | None) -> Tensor:

@@ -359,6 +359,30 @@ def test_autocast_does_not_round_maps(way: str, monkeypatch: pytest.MonkeyPatch)
     hcp.loopback(4, check)
 
 
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        ((), "initial is empty, expected a state"),
+        ((torch.zeros(3, dtype=torch.long),), r"initial\[0\] is torch.int64, expected floats"),
+        (
+            (torch.zeros(3), torch.zeros(3, device="meta")),
+            r"initial\[1\] is on meta, expected cpu",
+        ),
+    ],
+)
+def test_a_wrong_state_at_the_start_is_refused(
+    initial: tuple[torch.Tensor, ...], message: str
+) -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [8], 8)
+        maps = [torch.zeros(len(cp.scan.span_cu_seqlens) - 1, 3)]
+        given: Any = {"combine": lambda a, b: b, "apply": lambda a, b: b, "initial": initial}
+        with pytest.raises(ValueError, match=message):
+            cp.scan.pass_maps(maps, **given)
+
+    hcp.loopback(1, check)
+
+
 # ---- the price of a layer ------------------------------------------------------------------------
 
 
