@@ -155,7 +155,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, exchange: HeadExchange, count: int, to_heads: bool, stamp: Stamp
     ) -> Tensor:
         ctx.given = exchange, count, not to_heads, stamp.in_pass(BACKWARD)
-        with torch._C._AutoDispatchBelowAutograd():
+        # Autocast refuses to concatenate some dtypes, which rows may have.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if to_heads:
                 (out,) = exchange.to_heads([x], [], stamp)
             else:

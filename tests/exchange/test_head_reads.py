@@ -232,6 +232,26 @@ def test_whole_sequences_of_any_dtype(dtype: str, shape: tuple[int, ...]) -> Non
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("sharing", [True, False], ids=["read", "sent"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_whole_sequences_of_another_dtype_than_autocast_has(
+    mapped: type, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sharing: bool
+) -> None:
+    """Also where they go in pieces, which are put together."""
+    monkeypatch.setattr(mapped, "buffer_bytes", PAGES)
+
+    def work(groups: Any) -> None:
+        for cp, _ in dispatched(groups, CASE):
+            x = torch.randn(cp.layout.rows, 8, 32).to(dtype)
+            with torch.autocast("cpu", torch.bfloat16):
+                whole = cp.whole.sequence_to_head(x)
+                back = cp.whole.head_to_sequence(whole, 8)
+            assert (whole.dtype, back.dtype) == (dtype, dtype)
+            assert torch.equal(bits(back), bits(x))
+
+    hcp.loopback(4, work, sharing=sharing)
+
+
 def test_pieces_are_told_of_once(
     mapped: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
