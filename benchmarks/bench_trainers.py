@@ -9,6 +9,9 @@ in turns for --rounds. All train on the same lengths; the first --warm steps do 
 
     packing  TRL alone: packs of --longest tokens, no token of which sees another document
              (FlashAttention's varlen on GPUs, by flash-attn-4 or else flash-attn; on CPUs TRL pads)
+    packing-recomputed
+             packing with gradient checkpointing, for packs whose layers a GPU cannot keep. By name
+             alone
     cp       TRL with Accelerate's ParallelismConfig(cp_size=ranks): one padded sequence at a time,
              one update for those of a step. Four steps count, which are long. On GPUs alone, and
              from 2 ranks on
@@ -54,6 +57,7 @@ CONTESTANTS = {
     "cpu": ("packing", "static", "dynamic"),
     "cuda": ("packing", "cp", "static", "dynamic"),
 }
+PACKING = ("packing", "packing-recomputed")
 CP_STEPS = 4
 """Steps of TRL's own CP that count: each computes its sequences one after the other."""
 DEFAULTS = {
@@ -118,7 +122,7 @@ def measured_in_turns(args: argparse.Namespace, family: str) -> dict[Key, list[M
 def check(found: dict[Key, list[Measured]], family: str, device: str) -> None:
     """Raise unless contestants whose batches are equal on any ranks have equal losses."""
     off = 0.02 if device == "cuda" else 1e-4
-    equal = [(key, one) for key, of in found.items() if key[0] != "packing" for one in of]
+    equal = [(key, one) for key, of in found.items() if key[0] not in PACKING for one in of]
     for key, one in equal[1:]:
         mine, first = one.losses[0], equal[0][1].losses[0]
         if abs(mine - first) > off * max(1.0, abs(first)):
@@ -130,7 +134,8 @@ def rows_of(args: argparse.Namespace, family: str, found: dict[Key, list[Measure
     rates = {key: [tokens_of(args, family, key[0], one) for one in of] for key, of in found.items()}
     lines = []
     for (name, ranks), of in rates.items():
-        packing, alone = rates.get(("packing", ranks)), rates.get((name, 1))
+        alone = rates.get((name, 1))
+        packing = next((rates[one, ranks] for one in PACKING if (one, ranks) in rates), None)
         row = {
             "family": family,
             "contestant": name,
@@ -153,7 +158,7 @@ def tokens_of(args: argparse.Namespace, family: str, name: str, one: Measured) -
     all steps, evenly, since TRL draws its packs."""
     lengths = lengths_of(args, family)
     batches = [one.tokens_per_step] * len(one.seconds)
-    if name != "packing":
+    if name not in PACKING:
         batches = [
             sum(lengths[i * args.sequences : (i + 1) * args.sequences])
             for i in range(len(one.seconds))
@@ -182,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     if name in ("static", "dynamic"):
         trainer = by_hcp(args, config, dataset, dynamic=name == "dynamic")
     else:
-        trainer = by_trl(args, config, dataset, ranks, with_cp=name == "cp")
+        trainer = by_trl(args, config, dataset, ranks, name)
         measured.tokens_per_step = real_tokens(trainer, ranks)
     trainer.add_callback(watch(measured, args.device))
     trainer.train()
@@ -204,13 +209,13 @@ def by_hcp(args: argparse.Namespace, config: Any, dataset: Any, *, dynamic: bool
     )
 
 
-def by_trl(
-    args: argparse.Namespace, config: Any, dataset: Any, ranks: int, *, with_cp: bool
-) -> Any:
+def by_trl(args: argparse.Namespace, config: Any, dataset: Any, ranks: int, name: str) -> Any:
     import trl
 
+    with_cp = name == "cp"
     packs = args.device == "cuda" and not with_cp
     more: dict[str, Any] = {"per_device_train_batch_size": 1 if packs or with_cp else 2}
+    more |= {"gradient_checkpointing": name == "packing-recomputed"}
     if packs:
         more |= {"packing": True, "padding_free": True}
         more |= {"gradient_accumulation_steps": packs_of(args, dataset, ranks)}
