@@ -50,12 +50,12 @@ struct BlockColumn {
   }
 };
 
-// Rows of a tensor as blocks: in its own memory, or in a copy.
+// Rows of a tensor as blocks, once laid out: in its own memory, or in a copy.
 struct GivenColumn {
   BlockColumn column;
   Tensor memory;
-  const char *data;
-  int64_t rows, block_bytes, row_bytes;
+  const char *data = nullptr;
+  int64_t rows, block_bytes = 0, row_bytes = 0;
 
   GivenColumn(const Name &name, const Tensor &tensor, const Blocks &all, bool by_query)
       : column(name, tensor, all, by_query), memory(tensor), rows(tensor.size(0)) {
@@ -63,6 +63,10 @@ struct GivenColumn {
       if (column.blocks[i].heads > tensor.size(1) - column.blocks[i].first)
         refuse(name, " has ", tensor.size(1), " heads, expected those of blocks[", i,
                "]: ", column.blocks[i].heads, " from ", column.blocks[i].first, " on");
+  }
+
+  void lay_out() {
+    Tensor tensor = memory;
     if (lies_in_blocks(tensor))
       block_bytes = column.bytes();
     else
@@ -112,7 +116,8 @@ struct GivenColumn {
   }
 };
 
-// Some vectors of the blocks of all columns. Sums are of words: each has one part.
+// Some vectors of the blocks of all columns; columns that have none of them are not laid out. Sums
+// are of words: each has one part.
 struct GivenBlocks {
   std::vector<GivenColumn> columns;
   int64_t first, vectors;
@@ -124,16 +129,21 @@ struct GivenBlocks {
     int64_t of_all = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
       Name name = element("columns", i);
-      bool is_query = static_cast<int64_t>(i) < by_query;
-      of_all = added(of_all, BlockColumn(name, tensors[i], blocks, is_query).vectors);
-      expect_sizes({"columns", static_cast<int64_t>(i)}, tensors[i], like(tensors[0], tensors[i]));
+      columns.emplace_back(name, tensors[i], blocks, static_cast<int64_t>(i) < by_query);
+      of_all = added(of_all, columns[i].column.vectors);
+      Sizes sizes = sizes_of(tensors[i]);
+      sizes[0] = tensors[0].size(0);
+      expect_sizes(name, tensors[i], sizes);
       expect_same_device(name, tensors[i], "columns[0]", tensors[0]);
     }
     if (begin < 0 || count < 0 || count > of_all - begin)
       refuse("vectors are ", count, " from ", begin, " on, expected some of ", of_all);
-    for (size_t i = 0; i < tensors.size(); ++i)
-      columns.emplace_back(element("columns", i), tensors[i], blocks,
-                           static_cast<int64_t>(i) < by_query);
+    int64_t start = 0;
+    for (GivenColumn &given : columns) {
+      int64_t end = start + given.column.vectors;
+      if (first < end && start < first + vectors) given.lay_out();
+      start = end;
+    }
   }
 
   // Of blocks [from, until).
@@ -154,14 +164,6 @@ struct GivenBlocks {
       all.rows.push_back(columns[0].rows);
     }
     return all;
-  }
-
- private:
-  // The sizes of a tensor with as many rows as another.
-  static Sizes like(const Tensor &other, const Tensor &tensor) {
-    Sizes sizes(tensor.sizes().begin(), tensor.sizes().end());
-    if (other.dim() > 0) sizes[0] = other.size(0);
-    return sizes;
   }
 };
 
@@ -274,7 +276,7 @@ Tensors join_blocks(Tensor rows, Tensors like, Tensor blocks, int64_t by_query) 
   const char *data = static_cast<const char *>(rows.const_data_ptr());
   for (size_t i = 0; i < like.size(); ++i) {
     const BlockColumn &column = columns[i];
-    Sizes sizes(like[i].sizes().begin(), like[i].sizes().end());
+    Sizes sizes = sizes_of(like[i]);
     sizes[0] = count;
     sizes[1] = column.heads();
     joined.push_back(fresh(like[i], sizes));

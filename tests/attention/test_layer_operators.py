@@ -259,6 +259,19 @@ def test_what_is_no_exchange_of_blocks_is_refused(other, said):
         exchanged(**other)
 
 
+def copies(**other) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        exchanged(**other)
+    return sum(event.name == "aten::copy_" for event in profile.events())
+
+
+def test_columns_of_which_a_piece_takes_nothing_are_not_laid_out():
+    one, two = [rows(5, 3, 2)], [rows(5, 3, 2), rows(5, 1, 4)]  # of 2 vectors each
+    assert copies(columns=one) == copies(columns=two) > 0
+    assert copies(columns=two, out=rows(5, 8)) > copies(columns=two)
+    assert copies(columns=two, first=2, by_query=1) < copies(columns=two, out=rows(5, 8))
+
+
 def test_blocks_of_others_are_joined():
     query, key = rows(4, 3, 2).float(), rows(4, 2, 1)
     heads = table((0, 2, 2), (2, 1, 2), (0, 1, 1), (1, 1, 1))
