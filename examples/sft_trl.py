@@ -36,7 +36,6 @@ def train(lora: bool, folder: str, steps: int = 6) -> list[float]:
     args = SFTConfig(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=4 // WORLD,
         max_length=256,
         packing=True,  # rows of TRL's are taken apart: no document sees another
         completion_only_loss=True,
@@ -56,6 +55,7 @@ def train(lora: bool, folder: str, steps: int = 6) -> list[float]:
         train_dataset=Dataset.from_list(conversations()),
         processing_class=toy_tokenizer(),
         peft_config=adapters,
+        global_batch_size=4,
         # Tokens that a rank holds at once. A longer document is spread over several ranks.
         cp=hcp.Config(max_seqlen_per_dp_cp_rank=2 + 256 // WORLD),
     )
