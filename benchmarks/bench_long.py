@@ -336,7 +336,10 @@ def by_trl(args: argparse.Namespace, measured: Measured) -> Any:
 def forecast(args: argparse.Namespace) -> None:
     config = config_of(args.model, args.layers, args.tokens)
     print("simulated, by " + ("measured prices" if args.prices else f"assumed rates {RATES}"))
-    found = chosen(args, config, args.forecast)
+    try:
+        found = chosen(args, config, args.forecast)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     print(found.told())
     if mixed(args):
         args.ranks = args.forecast
