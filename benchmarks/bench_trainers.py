@@ -22,7 +22,8 @@ Families: github and byted are published length distributions, cut at --longest;
 --longest / 8 tokens in each sequence. All but packing train on the same global batches: the losses
 of their first steps must agree, to 0.02 in bfloat16 and 1e-4 in float32, before a table is printed.
 Columns: tokens a second (median step), the least and the most of the rounds, GiB on the
-fullest GPU, times over packing on as many ranks, times over the same contestant on 1 rank.
+fullest GPU, times over packing (or else packing-recomputed) on as many ranks, times over the same
+contestant on 1 rank.
 """
 
 from __future__ import annotations

@@ -50,12 +50,13 @@ struct BlockColumn {
   }
 };
 
-// Rows of a tensor as blocks, once laid out: in its own memory, or in a copy.
+// Vectors [low, high) of the rows of a tensor as blocks, in its own memory or in a copy: none are
+// laid out before some are taken.
 struct GivenColumn {
   BlockColumn column;
   Tensor memory;
   const char *data = nullptr;
-  int64_t rows, block_bytes = 0, row_bytes = 0;
+  int64_t rows, low = 0, high = 0, block_bytes = 0, row_bytes = 0;
 
   GivenColumn(const Name &name, const Tensor &tensor, const Blocks &all, bool by_query)
       : column(name, tensor, all, by_query), memory(tensor), rows(tensor.size(0)) {
@@ -65,23 +66,28 @@ struct GivenColumn {
                "]: ", column.blocks[i].heads, " from ", column.blocks[i].first, " on");
   }
 
-  void lay_out() {
-    Tensor tensor = memory;
-    if (lies_in_blocks(tensor))
+  // Of vectors [from, until), those that it has.
+  void take(int64_t from, int64_t until) {
+    low = std::max<int64_t>(from, 0);
+    high = std::min(until, column.vectors);
+    if (!is_taken()) return;
+    if (lies_in_blocks())
       block_bytes = column.bytes();
     else
-      copy(tensor);
+      copy(memory);
   }
 
-  bool lies_in_blocks(const Tensor &tensor) {
-    if (!column.is_even() || !column.is_filled() || !is_dense(tensor)) return false;
+  bool is_taken() const { return low < high; }
+
+  bool lies_in_blocks() {
+    if (!column.is_even() || !column.is_filled() || !is_dense(memory)) return false;
     int64_t first = column.n > 0 ? column.blocks[0].first * column.size * column.item : 0;
-    data = static_cast<const char *>(tensor.const_data_ptr()) + first;
-    row_bytes = times(tensor.stride(0), column.item);
+    data = static_cast<const char *>(memory.const_data_ptr()) + first;
+    row_bytes = times(memory.stride(0), column.item);
     return reinterpret_cast<uintptr_t>(data) % VECTOR_BYTES == 0 && row_bytes % VECTOR_BYTES == 0;
   }
 
-  void copy(const Tensor &tensor) {
+  void copy(Tensor tensor) {
     int64_t elements = column.bytes() / column.item;
     memory = fresh(tensor, {column.n, rows, elements});
     bool even = column.is_even();
@@ -109,22 +115,20 @@ struct GivenColumn {
            view_of(tensor, sizes, strides, block.first * tensor.stride(1)));
   }
 
-  // Vectors [low, high) of the rows of a block.
-  hcp_column part(int64_t block, int64_t low, int64_t high) const {
+  hcp_column part(int64_t block) const {
     return {const_cast<char *>(data + block * block_bytes + low * VECTOR_BYTES), row_bytes,
             (high - low) * VECTOR_BYTES};
   }
 };
 
-// Some vectors of the blocks of all columns; columns that have none of them are not laid out. Sums
-// are of words: each has one part.
+// Some vectors of the blocks of all columns. Sums are of words: each has one part.
 struct GivenBlocks {
   std::vector<GivenColumn> columns;
-  int64_t first, vectors;
+  int64_t vectors;
 
   GivenBlocks(const Tensors &tensors, const Blocks &blocks, int64_t by_query, int64_t begin,
               int64_t count)
-      : first(begin), vectors(count) {
+      : vectors(count) {
     if (tensors.empty()) refuse("columns has 0 tensors, expected >= 1");
     int64_t of_all = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -138,11 +142,9 @@ struct GivenBlocks {
     }
     if (begin < 0 || count < 0 || count > of_all - begin)
       refuse("vectors are ", count, " from ", begin, " on, expected some of ", of_all);
-    int64_t start = 0;
     for (GivenColumn &given : columns) {
-      int64_t end = start + given.column.vectors;
-      if (first < end && start < first + vectors) given.lay_out();
-      start = end;
+      given.take(begin, begin + count);
+      begin -= given.column.vectors;
     }
   }
 
@@ -150,17 +152,12 @@ struct GivenBlocks {
   Summands parts(int64_t from, int64_t until) const {
     Summands all = {HCP_FLOAT64, 0, times(vectors, VECTOR_BYTES / WORD_BYTES), {}, {}};
     for (int64_t block = from; block < until; ++block) {
-      int64_t begin = 0;
       all.n_columns = 0;
-      for (const GivenColumn &given : columns) {
-        int64_t low = std::max(first, begin), end = begin + given.column.vectors;
-        int64_t high = std::min(first + vectors, end);
-        if (low < high) {
-          all.columns.push_back(given.part(block, low - begin, high - begin));
+      for (const GivenColumn &given : columns)
+        if (given.is_taken()) {
+          all.columns.push_back(given.part(block));
           ++all.n_columns;
         }
-        begin = end;
-      }
       all.rows.push_back(columns[0].rows);
     }
     return all;

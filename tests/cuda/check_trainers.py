@@ -110,7 +110,8 @@ def run(trainer: str, name: str, device: str, file: Path) -> None:
 
 def compare(trainer: str, ranks: int, args: argparse.Namespace, folder: Path) -> bool:
     """Run a trainer in every way, print its row, and return whether its losses agree."""
-    device, found = args.device, dict[str, Any]()
+    device = args.device
+    found: dict[str, Any] = {}
     for name in runs_of(trainer, ranks, device):
         if name not in (*args.runs, "one rank"):
             continue
