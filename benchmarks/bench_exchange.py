@@ -119,13 +119,13 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=5, deadline=300)
     parser.add_argument("--most-mib", type=int, default=128, help="received by each rank (128)")
     args = parser.parse_args()
-    if args.most_mib < 1:
-        parser.error(f"--most-mib is {args.most_mib}, expected >= 1")
+    if not 1 <= args.most_mib <= 512:
+        parser.error(f"--most-mib is {args.most_mib}, expected 1 to 512")
     return args
 
 
 def sizes(most_mib: int) -> list[int]:
-    chosen = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**27)
+    chosen = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**27, 2**28, 2**29)
     return [size for size in chosen if size <= most_mib * 2**20]
 
 

@@ -40,6 +40,7 @@ leaves some out, and so what is tuned for them alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import sys
@@ -61,7 +62,7 @@ from torch.nn import functional as F
 
 import hcp
 from hcp._words import ScanType
-from hcp.exchange.sizes import ROUND_BYTES
+from hcp.attention.scan_types import ScanSizes, prices
 from hcp.exchange.states import StatePasses
 from hcp.integrations.recurrent import (
     delta_rule,
@@ -230,10 +231,19 @@ class Layer:
             return slice(self.rank * own, (self.rank + 1) * own)
         return slice(None) if name == WHOLE else self.local_rows
 
+    @functools.cached_property
+    def local_inputs(self) -> list[Tensor]:
+        """Not gathered in what is timed: a rank of a trainer has its rows."""
+        return [y[self.local_rows] for y in self.inputs]
+
+    def inputs_of(self, name: str) -> list[Tensor]:
+        if name in WAYS:
+            return self.local_inputs
+        return [y[self.rows_of(name)] for y in self.inputs]
+
     def results(self, name: str, both: bool) -> list[Tensor]:
         """Output of this rank's rows, and gradients where ``both`` passes run."""
-        own = self.rows_of(name)
-        *leaves, grad = self.inputs if name == WHOLE else [y[own] for y in self.inputs]
+        *leaves, grad = self.inputs_of(name)
         leaves = [y.detach().requires_grad_() for y in leaves]
         out = self.functions[name](*leaves)
         if not both:
@@ -302,18 +312,15 @@ class Layer:
 
     def costs(self) -> dict[str, int]:
         """What "auto" goes by."""
-        sizes = self.row_bytes, self.state_bytes, self.row_work, ROUND_BYTES, self.exchanges
-        costs = self.cp.plan.core.scan_price(0, self.rank, *sizes)
-        return dict(zip(WAYS, costs, strict=True))
+        return dict(zip(WAYS, prices(self.cp.layout, self.sizes), strict=True))
 
     def choice(self) -> str:
-        return self.cp.scan.choose(
-            self.args.heads,
-            row_bytes=self.row_bytes,
-            state_bytes=self.state_bytes,
-            exchanges=self.exchanges,
-            row_work=self.row_work,
-        ).used
+        return self.cp.scan.choose(**self.sizes._asdict()).used
+
+    @property
+    def sizes(self) -> ScanSizes:
+        sizes = self.row_bytes, self.state_bytes, self.exchanges, self.row_work
+        return ScanSizes(self.args.heads, *sizes)
 
     def received(self, name: str) -> tuple[int, int] | None:
         """Bytes that this rank receives, in the forward and in both passes; None: not known."""
@@ -397,8 +404,9 @@ class Delta(Layer):
     exchanges = 3
 
     def drawn(self, generator: torch.Generator) -> list[Tensor]:
-        self.rule = self._rule()
         args = self.args
+        self.bounds = torch.tensor([0, *args.lengths]).cumsum(0).to(self.device)
+        self.rule = self._rule()
         heads = args.heads
         query, key = (self.randn(generator, heads, args.state_dim) for _ in range(2))
         value, grad = (self.randn(generator, heads, args.head_dim) for _ in range(2))
@@ -420,8 +428,7 @@ class Delta(Layer):
             return rule
         try:
             build = importlib.import_module("fla.ops.cp").build_cp_context
-            bounds = torch.tensor([0, *self.args.lengths], device=self.device).cumsum(0)
-            context = build(bounds, dist.group.WORLD, cu_seqlens_cpu=bounds.cpu())
+            context = build(self.bounds, dist.group.WORLD, cu_seqlens_cpu=self.bounds.cpu())
         except Exception as error:  # the package checks drivers as it is imported
             self.tell(f"without {FLA}: {type(error).__name__}: {str(error)[:300]}")
         else:
@@ -434,8 +441,7 @@ class Delta(Layer):
 
     def whole(self, *inputs: Tensor) -> Tensor:
         if takes_packs(self.rule):
-            bounds = torch.tensor([0, *self.args.lengths]).cumsum(0).to(self.device)
-            return self._called(*inputs, cu_seqlens=bounds)
+            return self._called(*inputs, cu_seqlens=self.bounds)
         spans = zip(*(torch.split(y, self.args.lengths) for y in inputs), strict=True)
         return torch.cat([self._called(*span) for span in spans])
 
@@ -464,7 +470,8 @@ class Delta(Layer):
 
     @property
     def row_work(self) -> int:  # type: ignore[override]
-        return delta_work(self.args.heads, self.args.state_dim, self.args.head_dim)
+        sizes = self.args.heads, self.args.state_dim, self.args.head_dim
+        return delta_work(*sizes, self.dtype.itemsize)
 
 
 LAYERS: dict[str, type[Layer]] = {"mamba": Mamba, "delta": Delta}

@@ -203,6 +203,7 @@ class Plan:
         row_bytes: int,
         state_bytes: int,
         row_work: int,
+        row_copies: int,
         round_bytes: int,
         exchanges: int,
         /,

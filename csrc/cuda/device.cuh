@@ -49,6 +49,14 @@ static inline int32_t hcp_cuda_lane_bits(int64_t vectors) {
   return bits;
 }
 
+/* Pieces of a row of so many vectors, one for each warp: more than one where its rows fill so few
+ * of the device's blocks that others would idle, as states of recurrent layers do. */
+static inline unsigned hcp_cuda_row_pieces(int64_t vectors, int32_t lane_bits, int64_t blocks) {
+  int64_t pieces = (vectors - 1) / ((int64_t)IN_FLIGHT << lane_bits) + 1;
+  int64_t idle = hcp_cuda_resident(16) / blocks;
+  return (unsigned)(pieces < idle ? pieces : idle > 1 ? idle : 1);
+}
+
 /* ---- elements ---- */
 
 /* Sums are in wide: float64 for float64, float32 for the rest. */

@@ -1,8 +1,8 @@
 /* pack.cu - rows gathered, several tensors side by side, and back, cast on the way or not.
  *
- * A few threads, a warp for long rows, move one row of one column. Neighbours move
- * neighbouring vectors, so that both sides are read and written in full lines, and
- * each thread has several loads under way. */
+ * A few threads, a warp for long rows, move one row of one column; where rows are too few for the
+ * device, several warps move one. Neighbours move neighbouring vectors, so that both sides are read
+ * and written in full lines, and each thread has several loads under way. */
 #include "device.cuh"
 #include "hcp/index.h"
 
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(HCP_THREADS)
         reinterpret_cast<const V *>(column.source + source_row * column.source_stride);
     W *target =
         reinterpret_cast<W *>(column.target + (carried.first_target + row) * column.target_stride);
-    for (int64_t i = lane; i < column.vectors; i += IN_FLIGHT * lanes) {
+    int64_t piece = IN_FLIGHT * lanes;
+    for (int64_t i = blockIdx.z * piece + lane; i < column.vectors; i += gridDim.z * piece) {
       V value[IN_FLIGHT] = {};
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
@@ -184,6 +185,7 @@ static hcp_status launch(const mover<SEGMENTS> &mover, carried_segments<SEGMENTS
   if (rows * most == 0) return HCP_OK;
   carried->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << carried->lane_bits), (unsigned)columns.n);
+  grid.z = hcp_cuda_row_pieces(most, carried->lane_bits, (int64_t)grid.x * grid.y);
   mover.kernel<<<grid, HCP_THREADS, 0, stream>>>(*carried);
   return hcp_cuda_launched("pack", err);
 }

@@ -78,11 +78,12 @@ constexpr int least_blocks() {
   return same<From, To> ? 0 : 2;
 }
 
-/* Rows [low, high) of the block's column, those of `blocks` blocks in turns. With on, they are
- * added to what lies there. */
+/* Rows [low, high) of the block's column, those of `blocks` blocks in turns, and of each its piece
+ * of so many. With on, they are added to what lies there. */
 template <class From, class To, int N, bool on = false>
 static __device__ void sum_between(const carried_runs &carried, const summed_columns &columns,
-                                   int64_t low, int64_t high, int block, int blocks) {
+                                   int64_t low, int64_t high, int block, int blocks,
+                                   unsigned piece = 0, unsigned pieces = 1) {
   using V = packed<From, N>;
   using W = packed<To, N>;
   int column = (int)blockIdx.y, lanes = 1 << columns.lane_bits;
@@ -93,7 +94,8 @@ static __device__ void sum_between(const carried_runs &carried, const summed_col
     int run = carried.find(row);
     if ((on || columns.keeps) && carried.record[run] == carried.record[run + 1]) continue;
     W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
-    for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
+    int64_t at = (int64_t)piece * IN_FLIGHT * lanes + lane;
+    for (; at < vectors; at += (int64_t)pieces * IN_FLIGHT * lanes) {
       W sum[IN_FLIGHT] = {};
       if (on) read_vectors(sum, out, at, lanes, vectors);
       if constexpr (same<From, To> && !on) {
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
              const __grid_constant__ summed_columns columns) {
   int64_t first = carried.first_row();
   sum_between<From, To, N, on>(carried, columns, first, first + carried.rows(), (int)blockIdx.x,
-                               (int)gridDim.x);
+                               (int)gridDim.x, blockIdx.z, gridDim.z);
 }
 
 /* ---- between GPUs ---- */
@@ -376,6 +378,7 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
   if (peers != NULL)
     return launch_reading(linker_of(dtype, by_vectors), launches, *columns, grid, bytes, *peers,
                           stream, err);
+  grid.z = hcp_cuda_row_pieces(most, columns->lane_bits, (int64_t)grid.x * grid.y);
   (by_vectors ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.carried,
                                                                                   *columns);
   return hcp_cuda_launched("reduce", err);

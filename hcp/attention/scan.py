@@ -258,9 +258,9 @@ class Scan(HandlerPart):
         """Choose how a recurrent layer gets past the borders of ranks, by ``type``.
 
         "auto" takes what costs the busiest rank less in the forward: bytes that travel, more of
-        them between nodes as the plan's prices say, 1 MiB for each round of messages, and
-        ``row_work``. It passes states where ranks cannot share the heads evenly. Nothing is
-        exchanged here.
+        them between nodes as the plan's prices say, 1 MiB for each round of messages, ``row_work``
+        where states travel, and copies of rows where those do. It passes states where ranks cannot
+        share the heads evenly. Nothing is exchanged here.
 
         Args:
             heads: of the layer.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hcp._validate import expect_choice, expect_size
 from hcp._words import ScanType
-from hcp.exchange.sizes import ROUND_BYTES
+from hcp.exchange.sizes import LOCAL_BYTES, ROUND_BYTES, ROW_COPIES
 
 if TYPE_CHECKING:
     from hcp.exchange.layout import Layout
@@ -68,13 +68,19 @@ def choose(layout: Layout, asked: ScanType, sizes: ScanSizes) -> ScanChoice:
         return ScanChoice(asked, SEQUENCE_TO_HEAD, f"degree {degree}: nothing travels")
     if heads % degree:
         return _said(asked, PASS_STATES, f"{degree} ranks cannot share {heads} heads evenly")
-    states, rows = layout.plan.core.scan_price(
-        *(layout.micro_batch, layout.rank, sizes.row_bytes, sizes.state_bytes, sizes.row_work),
-        *(ROUND_BYTES, sizes.exchanges),
-    )
+    states, rows = prices(layout, sizes)
     used: ScanType = PASS_STATES if states <= rows else SEQUENCE_TO_HEAD
     costs = f"{PASS_STATES}: {states}, {SEQUENCE_TO_HEAD}: {rows}"
     return _said(asked, used, f"least cost, in bytes of a link, of {costs}")
+
+
+def prices(layout: Layout, sizes: ScanSizes) -> tuple[int, int]:
+    """Price "pass_states" and "sequence_to_head" as `auto` does, in bytes of a link."""
+    copies = 2 * ROW_COPIES * sizes.row_bytes // LOCAL_BYTES
+    return layout.plan.core.scan_price(
+        *(layout.micro_batch, layout.rank, sizes.row_bytes, sizes.state_bytes, sizes.row_work),
+        *(copies, ROUND_BYTES, sizes.exchanges),
+    )
 
 
 def _said(asked: ScanType, used: ScanType, why: str) -> ScanChoice:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
 from hcp.exchange.layout import span_rows
+from hcp.exchange.sizes import LOCAL_BYTES
 from hcp.integrations.span_pieces import pieces_of, read, written
 from hcp.step.handler import ContextParallelHandler
 
@@ -77,11 +78,12 @@ def mamba_work(heads: int, size: int, states: int, products: int = 1) -> int:
     return products * _product_work(heads * size, states)
 
 
-def delta_work(heads: int, keys: int, size: int) -> int:
-    """Give it of the delta rule: the rule on K columns more, and a product of rows and states in
-    PyTorch, K x V."""
-    columns = 2 * heads * keys * (3 * keys + 2 * CHUNK) // OPERATIONS_OF_KERNELS
-    return columns + _product_work(heads * size, keys)
+def delta_work(heads: int, keys: int, size: int, element_bytes: int) -> int:
+    """Give it of the delta rule: the rule on K columns more, and a product of rows and states,
+    K x V, of elements of so many bytes."""
+    columns = heads * keys * (3 * keys + 2 * CHUNK)
+    products = 2 * (columns + heads * keys * size) // OPERATIONS_OF_KERNELS
+    return products + element_bytes * heads * size * PASSES // LOCAL_BYTES
 
 
 def _product_work(rows: int, states: int) -> int:
@@ -93,10 +95,8 @@ OPERATIONS_OF_KERNELS = 300
 gated delta nets that the package fla has published for H100s, over 250 GB/s."""
 OPERATIONS_OF_TORCH = 160
 """The same for products in float32: an assumed 40 TFLOP/s."""
-LOCAL_BYTES = 16
-"""Bytes that a GPU reads or writes in its own memory in that time: 4 TB/s over 250 GB/s."""
 PASSES = 6
-"""Over rows in float32, beside a product: they are cast, scaled, added and joined."""
+"""Over rows, beside a product: they are cast, scaled, added and joined."""
 CHUNK = 64
 """Rows of a chunk in fla's kernels."""
 
@@ -136,7 +136,7 @@ def delta_rule(
         row_bytes=heads * (2 * keys + 2 * width) * value.element_size() + rows,
         state_bytes=heads * keys * (keys + width) * wide,
         exchanges=3,
-        row_work=delta_work(heads, keys, width),
+        row_work=delta_work(heads, keys, width, value.element_size()),
     )
     given = rule, query, key, value, gates, options
     if cp.degree <= 1:  # spans are stretches
@@ -189,8 +189,8 @@ def _delta_by_states(
     pieces = pieces_of(tuple(within), value.device)
     entered = entering[torch.tensor(later, device="cpu").to(value.device)].transpose(2, 3)
     with _without_autocast(value):
-        added = read(pieces, out[..., width:].to(entered.dtype), entered)
-    whole = out[..., :width] + pieces.joined(added).to(out.dtype)
+        added = read(pieces, out[..., width:], entered.to(out.dtype))  # as kernels read states
+    whole = out[..., :width] + pieces.joined(added)
     for i, part in zip(later, torch.split(whole, within), strict=True):
         outs[i] = part
     return torch.cat(outs)
@@ -296,8 +296,7 @@ def _delta_of(
     if start is not None:
         start = start.expand(len(sizes), *start.shape[1:])
     if takes_packs(rule):
-        bounds = torch.tensor([0, *sizes]).cumsum(0).to(value.device)
-        options = {**options, "cu_seqlens": bounds}
+        options = {**options, "cu_seqlens": _bounds_of(tuple(sizes), value.device)}
         spans, starts = [slice(None)], [start]
     else:
         spans = _slices(sizes)
@@ -310,6 +309,14 @@ def _delta_of(
         outs.append(out[0])
         ends.append(end)
     return torch.cat(outs), None if start is None else torch.cat(ends)
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Those of a pack, int64. One tensor for all layers: what fla derives from it, on the host too,
+    it keeps by its identity."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, *sizes], device="cpu").cumsum(0).to(device)
 
 
 def _from(state: Tensor | None) -> dict[str, Any]:

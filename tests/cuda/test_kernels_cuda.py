@@ -188,6 +188,27 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
         assert torch.equal(summed.cpu(), expected)
 
 
+@pytest.mark.parametrize("width", [4097, 66_000, 1 << 20])
+def test_wide_rows_that_many_blocks_share_have_the_bits_of_the_cpu(width: int) -> None:
+    """As states of recurrent layers: few rows, of up to 8 MiB."""
+    generator = torch.Generator().manual_seed(width)
+    columns = [torch.randn(3, size, generator=generator) for size in (width, 5)]
+    segments, rows = torch.tensor([[2, 1], [-1, 1], [0, 2]]), 4
+    runs = torch.tensor([(0, 2, 0, 0), (0, 2, 1, 1), (3, 1, 1, 0)])
+    moved = [x.cuda() for x in columns]
+    for dtype in (None, torch.bfloat16, torch.float64):
+        packed = ops.pack(columns, segments, rows, dtype=dtype)
+        assert torch.equal(ops.pack(moved, segments, rows, dtype=dtype).cpu(), packed)
+        found, expected = (
+            ops.unpack(x, segments, [width, 5], rows) for x in (packed.cuda(), packed)
+        )
+        for x, wanted in zip(found, expected, strict=True):
+            assert torch.equal(x.cpu(), wanted)
+        both = [columns[0], columns[0].flip(0)]
+        summed = ops.reduce([x.cuda() for x in both], runs, 4, dtype=dtype)
+        assert torch.equal(summed.cpu(), ops.reduce(both, runs, 4, dtype=dtype))
+
+
 @pytest.mark.parametrize("rows", [6000, 6101, 16384])
 def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
     """Rows of 8 KiB, in one copy and in two."""

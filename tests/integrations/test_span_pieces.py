@@ -196,6 +196,32 @@ def test_a_span_that_begins_a_document_is_computed_from_zeros_alone(lengths: lis
     assert sum(columns) == sum(lengths) * 5 + entered * 3
 
 
+def test_a_kernel_gets_the_bounds_of_a_pack_as_one_tensor_in_all_layers() -> None:
+    """fla keeps what it derives from them, through the host, by the tensor's identity."""
+    given: list[Tensor] = []
+
+    def of_packs(
+        query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        given.append(cu_seqlens)
+        return value, torch.zeros(len(cu_seqlens) - 1, *key.shape[2:], value.shape[3])
+
+    of_packs.__module__ = "fla.ops"
+
+    def run(groups: Any) -> None:
+        plan = hcp.plan([30, 7], ranks=1, max_tokens_per_rank=100)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        x = torch.randn(37, 2, 8)
+        gates = {"g": -torch.rand(37, 2), "beta": torch.rand(37, 2)}
+        for _ in range(3):
+            delta_rule(cp, of_packs, x, x, x, gates)
+
+    hcp.loopback(1, run)
+    assert len(given) == 3
+    assert given[0].tolist() == [0, 30, 37]
+    assert all(bounds is given[0] for bounds in given)
+
+
 @pytest.mark.parametrize("work", [0, 10**6])
 def test_auto_counts_what_a_layer_computes_more(work: int) -> None:
     def run(groups: Any) -> str:
