@@ -203,7 +203,6 @@ class Plan:
         row_bytes: int,
         state_bytes: int,
         row_work: int,
-        row_copies: int,
         round_bytes: int,
         exchanges: int,
         /,

@@ -340,13 +340,12 @@ hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t ran
                           const hcp_scanned *layer, hcp_scan_costs *costs, hcp_error *err) {
   way_costs ways;
   if (layer->row_bytes < 0 || layer->state_bytes < 0 || layer->row_work < 0 ||
-      layer->row_copies < 0 || layer->round_bytes < 0 || layer->exchanges < 0)
+      layer->round_bytes < 0 || layer->exchanges < 0)
     return hcp__fail(err, HCP_INVALID,
-                     "row_bytes is %lld, state_bytes %lld, row_work %lld, row_copies %lld, "
-                     "round_bytes %lld and exchanges %d, expected none below 0",
+                     "row_bytes is %lld, state_bytes %lld, row_work %lld, round_bytes %lld and "
+                     "exchanges %d, expected none below 0",
                      (long long)layer->row_bytes, (long long)layer->state_bytes,
-                     (long long)layer->row_work, (long long)layer->row_copies,
-                     (long long)layer->round_bytes, layer->exchanges);
+                     (long long)layer->row_work, (long long)layer->round_bytes, layer->exchanges);
   hcp_status status = price_ways(plan, micro_batch, rank, layer, &ways, err);
   if (status != HCP_OK) return status;
   const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
@@ -355,7 +354,7 @@ hcp_status hcp_scan_price(const hcp_plan *plan, int32_t micro_batch, int32_t ran
   int64_t rows = most_rows(plan, group);
   costs->states =
       hcp__sum(hcp__least(ways.gathered, ways.by_rounds), product(rows, layer->row_work));
-  costs->heads = hcp__sum(price_of_heads(plan, group, layer), product(rows, layer->row_copies));
+  costs->heads = hcp__sum(price_of_heads(plan, group, layer), product(rows, layer->row_bytes / 2));
   return HCP_OK;
 }
 

@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(HCP_THREADS)
         reinterpret_cast<const V *>(column.source + source_row * column.source_stride);
     W *target =
         reinterpret_cast<W *>(column.target + (carried.first_target + row) * column.target_stride);
-    int64_t piece = IN_FLIGHT * lanes;
-    for (int64_t i = blockIdx.z * piece + lane; i < column.vectors; i += gridDim.z * piece) {
+    int64_t i = (int64_t)blockIdx.z * IN_FLIGHT * lanes + lane;
+    for (; i < column.vectors; i += (int64_t)gridDim.z * IN_FLIGHT * lanes) {
       V value[IN_FLIGHT] = {};
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)

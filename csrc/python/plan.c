@@ -708,21 +708,20 @@ static PyObject *plan_states_by_rounds(PyObject *self, PyObject *args) {
   return status == HCP_OK ? PyBool_FromLong(by_rounds) : hcp_py_raise(&err);
 }
 
-/* (micro_batch, rank, row_bytes, state_bytes, row_work, row_copies, round_bytes, exchanges) */
+/* (micro_batch, rank, row_bytes, state_bytes, row_work, round_bytes, exchanges) */
 static PyObject *plan_scan_price(PyObject *self, PyObject *args) {
-  PyObject *place[2], *sizes[5], *exchanges;
+  PyObject *place[2], *sizes[4], *exchanges;
   int32_t micro_batch, rank;
   hcp_scanned layer;
   hcp_scan_costs costs;
   hcp_error err;
-  if (!PyArg_ParseTuple(args, "OOOOOOOO:scan_price", &place[0], &place[1], &sizes[0], &sizes[1],
-                        &sizes[2], &sizes[3], &sizes[4], &exchanges) ||
+  if (!PyArg_ParseTuple(args, "OOOOOOO:scan_price", &place[0], &place[1], &sizes[0], &sizes[1],
+                        &sizes[2], &sizes[3], &exchanges) ||
       place_from(place, &micro_batch, &rank) < 0 ||
       hcp_py_int64(sizes[0], "row_bytes", &layer.row_bytes) < 0 ||
       hcp_py_int64(sizes[1], "state_bytes", &layer.state_bytes) < 0 ||
       hcp_py_int64(sizes[2], "row_work", &layer.row_work) < 0 ||
-      hcp_py_int64(sizes[3], "row_copies", &layer.row_copies) < 0 ||
-      hcp_py_int64(sizes[4], "round_bytes", &layer.round_bytes) < 0 ||
+      hcp_py_int64(sizes[3], "round_bytes", &layer.round_bytes) < 0 ||
       hcp_py_int32(exchanges, "exchanges", &layer.exchanges) < 0)
     return NULL;
   HCP_PY_WITHOUT_GIL(self, status,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hcp._validate import expect_choice, expect_size
 from hcp._words import ScanType
-from hcp.exchange.sizes import LOCAL_BYTES, ROUND_BYTES, ROW_COPIES
+from hcp.exchange.sizes import ROUND_BYTES
 
 if TYPE_CHECKING:
     from hcp.exchange.layout import Layout
@@ -76,10 +76,9 @@ def choose(layout: Layout, asked: ScanType, sizes: ScanSizes) -> ScanChoice:
 
 def prices(layout: Layout, sizes: ScanSizes) -> tuple[int, int]:
     """Price "pass_states" and "sequence_to_head" as `auto` does, in bytes of a link."""
-    copies = 2 * ROW_COPIES * sizes.row_bytes // LOCAL_BYTES
     return layout.plan.core.scan_price(
         *(layout.micro_batch, layout.rank, sizes.row_bytes, sizes.state_bytes, sizes.row_work),
-        *(copies, ROUND_BYTES, sizes.exchanges),
+        *(ROUND_BYTES, sizes.exchanges),
     )
 
 

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
 from hcp.exchange.layout import span_rows
-from hcp.exchange.sizes import LOCAL_BYTES
 from hcp.integrations.span_pieces import pieces_of, read, written
 from hcp.step.handler import ContextParallelHandler
 
@@ -95,6 +94,8 @@ OPERATIONS_OF_KERNELS = 300
 gated delta nets that the package fla has published for H100s, over 250 GB/s."""
 OPERATIONS_OF_TORCH = 160
 """The same for products in float32: an assumed 40 TFLOP/s."""
+LOCAL_BYTES = 16
+"""Bytes that a GPU reads or writes in its own memory in that time: 4 TB/s over 250 GB/s."""
 PASSES = 6
 """Over rows, beside a product: they are cast, scaled, added and joined."""
 CHUNK = 64

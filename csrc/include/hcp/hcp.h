@@ -837,7 +837,6 @@ typedef struct hcp_scanned {
   int64_t state_bytes; /* of the map of a span */
   int64_t row_work;    /* what a row costs more where states travel, in bytes that a near link
                           carries in the same time */
-  int64_t row_copies;  /* what a row costs more where rows travel: it is laid out, and put back */
   int64_t round_bytes; /* the same for one round of messages */
   int32_t exchanges;   /* rounds in which rows travel */
 } hcp_scanned;
@@ -847,8 +846,11 @@ typedef struct hcp_scanned {
  *
  *   states  link * rows of hcp_states_rows * state_bytes + rounds * round_bytes + R * row_work,
  *           the less of both ways
- *   heads   link * N * (d - 1) / d^2 * row_bytes + exchanges * round_bytes + R * row_copies
+ *   heads   link * N * (d - 1) / d^2 * row_bytes + exchanges * round_bytes + R * row_bytes / 2
  *
+ * Rows that travel are read and written four times more, laid out and put back, in memory that moves
+ * 16 bytes while a link moves one: measured of gated delta nets of 32,768 and 131,072 tokens on two
+ * H200s.
  * link is 1, or in a group that spans nodes the far price of exchange over the near one, in
  * sixteenths. What both ways compute alike does not count. The same on all ranks of a group; 0 for
  * one rank or none. */
