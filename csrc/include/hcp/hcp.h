@@ -848,12 +848,11 @@ typedef struct hcp_scanned {
  *           the less of both ways
  *   heads   link * N * (d - 1) / d^2 * row_bytes + exchanges * round_bytes + R * row_bytes / 2
  *
- * Rows that travel are read and written four times more, laid out and put back, in memory that moves
- * 16 bytes while a link moves one: measured of gated delta nets of 32,768 and 131,072 tokens on two
- * H200s.
- * link is 1, or in a group that spans nodes the far price of exchange over the near one, in
- * sixteenths. What both ways compute alike does not count. The same on all ranks of a group; 0 for
- * one rank or none. */
+ * Rows that travel are read and written four times more, laid out and put back, in memory that
+ * moves 16 bytes while a link moves one: measured of gated delta nets of 32,768 and 131,072 tokens
+ * on two H200s. link is 1, or in a group that spans nodes the far price of exchange over the near
+ * one, in sixteenths. What both ways compute alike does not count. The same on all ranks of a
+ * group; 0 for one rank or none. */
 typedef struct hcp_scan_costs {
   int64_t states, heads;
 } hcp_scan_costs;
