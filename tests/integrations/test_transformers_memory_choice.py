@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from support.finetuning import documents
-from torch.autograd.graph import get_gradient_edge
 
 import hcp
 
@@ -130,16 +129,36 @@ def test_parameters_are_counted_as_the_model_has_them():
     assert counted.parameters == sum(p.numel() for p in model.parameters())
 
 
+class Unspecific(torch.autograd.Function):
+    """A loss that keeps nothing, and lets the gradient of its input go."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.shape = hidden.shape
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_empty(ctx.shape)
+
+
 def whole_model_on_meta(counts, rows, counted, norm=False):
     """The most bytes of a step of all layers, and the last norm, walked through without values;
     and those from the norm's backward on until its gradient is there."""
     import transformers
 
     from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.host import Parked
     from hcp.integrations.transformers.memory.layer_bytes import COUNTED
     from hcp.integrations.transformers.memory.live_bytes import LiveBytes
 
-    words = ["recompute"] * counts[0] + ["keep"] * counts[1]
+    class OnTheDevice(LiveBytes):
+        def _add(self, storage):
+            if storage.device.type == "meta":
+                super()._add(storage)
+
+    order = ("recompute_offload", "offload", "recompute", "keep")
+    words = [word for word, n in zip(order, counts, strict=True) for _ in range(n)]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config(layers=len(words), sizes=WIDE), attn_implementation=COUNTED
@@ -153,18 +172,33 @@ def whole_model_on_meta(counts, rows, counted, norm=False):
     )
     mask = torch.empty(1, 1, rows, rows, device="meta", dtype=torch.bool)
     tokens = torch.zeros(1, rows, device="meta", dtype=torch.long)
-    with LiveBytes() as live:
+
+    def no_values(*given):
+        return None
+
+    with OnTheDevice() as live, mock.patch.object(Parked, "_on_stream", no_values):
         out = model.model(input_ids=tokens, attention_mask=mask, use_cache=False)
-        edge, like = get_gradient_edge(out.last_hidden_state), torch.empty_like(out[0])
+        loss = Unspecific.apply(out.last_hidden_state)
         del out
         most, live.most = live.most, live.now
-        torch.autograd.backward([edge], [like])
+        loss.backward()
     return max(most, live.most), *of_norm
 
 
 @pytest.mark.parametrize(
     ("counts", "rows"),
-    [((6, 0), 120_000), ((0, 6), 20_000), ((4, 2), 20_000), ((4, 2), 120_000), ((2, 4), 60_000)],
+    [
+        ((0, 0, 6, 0), 120_000),
+        ((0, 0, 0, 6), 20_000),
+        ((0, 0, 4, 2), 20_000),
+        ((0, 0, 4, 2), 120_000),
+        ((0, 0, 2, 4), 60_000),
+        ((0, 1, 2, 3), 60_000),
+        ((0, 2, 0, 4), 20_000),
+        ((3, 0, 0, 3), 60_000),
+        ((6, 0, 0, 0), 120_000),
+        ((0, 6, 0, 0), 20_000),
+    ],
 )
 def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
     """Without the loss, and what parameters take."""
@@ -172,6 +206,17 @@ def test_the_fullest_phase_is_that_of_a_walk_through_all_layers(counts, rows):
     predicted = max(size for name, size in phases.items() if "layers" in name or "forward" in name)
     walked, _ = whole_model_on_meta(counts, rows, step.counted)
     assert predicted == pytest.approx(walked, rel=0.03)
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 0, 1), (2, 1, 3, 0)])
+def test_the_backward_of_one_or_two_offloaded_layers_is_counted_as_if_all_their_rows_were_back(
+    counts,
+):
+    """Those of the last one come back one by one: the forward is the fullest, by a little."""
+    step, phases = phases_of(counts, 60_000)
+    walked, _ = whole_model_on_meta(counts, 60_000, step.counted)
+    assert phases["the forward"] == pytest.approx(walked, rel=0.03)
+    assert walked < max(phases.values()) < 1.08 * walked
 
 
 def phases_of(counts, rows, chunk_rows=16_384):
@@ -182,18 +227,35 @@ def phases_of(counts, rows, chunk_rows=16_384):
     counted = memory.model_bytes(model, torch.bfloat16, chunk_rows)
     machine = memory.Machine(1, 2**40, offload_state=True)
     step = _Step(model, counted, prices(), machine, rows)
-    return step, step.phases(Counts(0, 0, *counts))
+    return step, step.phases(Counts(*counts))
+
+
+def test_each_row_goes_to_the_host_once(monkeypatch):
+    """Not once for each operator that saves a view of it, nor what all layers share."""
+    from hcp.integrations.transformers.memory import host
+
+    went = []
+    computed = host.LayerCopies.computed
+
+    def note(copies):
+        went.append(sum(parked.copy.nbytes for _, parked in copies._known.values()))
+        computed(copies)
+
+    monkeypatch.setattr(host.LayerCopies, "computed", note)
+    step, _ = phases_of((3, 3, 0, 0), 20_000)
+    whole_model_on_meta((3, 3, 0, 0), 20_000, step.counted)
+    assert went == pytest.approx([step.again_held] * 3 + [step.kept_held] * 3, rel=1e-3)
 
 
 def test_the_backward_of_the_last_norm_is_that_of_a_walk():
-    step, phases = phases_of((4, 2), 60_000, chunk_rows=0)
+    step, phases = phases_of((0, 0, 4, 2), 60_000, chunk_rows=0)
     predicted = phases["the backward of the last norm"] - step.weights.head
     assert predicted > max(size for name, size in phases.items() if "layers" in name)
-    walked, _ = whole_model_on_meta((4, 2), 60_000, step.counted, norm=True)
+    walked, _ = whole_model_on_meta((0, 0, 4, 2), 60_000, step.counted, norm=True)
     assert predicted == pytest.approx(walked, rel=0.03)
 
 
-@pytest.mark.parametrize("counts", [(4, 2), (0, 6)])
+@pytest.mark.parametrize("counts", [(0, 0, 4, 2), (0, 0, 0, 6), (4, 0, 0, 2)])
 def test_the_last_norm_in_chunks_is_not_the_fullest(counts):
     step, phases = phases_of(counts, 60_000)
     predicted = phases["the backward of the last norm"] - step.weights.head
@@ -329,7 +391,10 @@ def test_a_fast_link_offloads_and_a_slow_one_does_not(model):
     fast, slow = (chosen(model, gib=12, host_rate=rate) for rate in (1e12, 1e6))
     assert any(word.endswith("offload") for word in fast.choice.layers)
     assert not any(word.endswith("offload") for word in slow.choice.layers)
-    assert fast.parts["waiting for copies"] == 0
+    whole = "keep" if "offload" in fast.choice.layers else "recompute"
+    rows = model[1].of(whole, fast.rows).held.at(fast.rows)  # those that the backward needs first
+    assert fast.parts["waiting for copies"] == pytest.approx(rows / 1e12)
+    assert slow.parts["waiting for copies"] == 0
 
 
 def test_no_more_of_the_host_than_there_is(model):

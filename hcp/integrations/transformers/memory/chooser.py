@@ -291,6 +291,7 @@ class _Step:
         self.kept_held, self.again_held = kept.held.at(rows), again.held.at(rows)
         self.kept_forward = kept.in_forward(rows, buffers)
         self.kept_backward = kept.in_backward(rows, buffers)
+        self.again_forward = again.in_forward(rows, buffers)
         self.again_backward = again.in_backward(rows, buffers)
         self.weights = WeightBytes(
             *(counted, machine.ranks),
@@ -310,22 +311,21 @@ class _Step:
     def phases(self, counts: Counts) -> dict[str, int]:
         """The most bytes on the device in each phase. Rows that were held by layers above are gone
         by then, and their gradients are there: the fullest of the layers under a word is its first
-        or its last one."""
+        or its last one. Rows go to the host while the next layer computes, and come back during the
+        backward of the layer above if that one's came from there."""
         lean, offloaded, again, kept = counts
         held_again = again * self.again_held
-        held = held_again + kept * self.kept_held
-        moving = self.again_held if lean else 0
-        moving_whole = self.kept_held if offloaded else 0
-        weights = self.weights
+        leaving = self.kept_held if offloaded else self.again_held if lean else 0
+        beside_offloaded = self.kept_held if offloaded > 1 else self.again_held if lean else 0
+        beside_lean = self.again_held if lean > 1 else 0
+        held = held_again + kept * self.kept_held or leaving
+        weights, forwards = self.weights, [0]
         found = {
             "the loss": weights.loss() + held + self.loss,
             "the backward of the last norm": weights.norm_backward() + held + self.norm_backward,
             "the backward of the embedding": weights.embedding_backward() + 2 * self.row,
             "the update": weights.update(),
         }
-        if kept or offloaded:
-            before = held - self.kept_held if kept else moving_whole
-            found["the forward"] = weights.forward() + before + self.kept_forward
 
         def most(above: int, layers: int, below: int, each: int, own: int) -> int:
             """In the backward of some layers of one kind: each holds, and the most of its own."""
@@ -333,21 +333,28 @@ class _Step:
             return below + own + max(first, weights.layer_backward(above + layers - 1))
 
         if kept:
+            before = held_again + (kept - 1) * self.kept_held
+            forwards.append(max(before, 0 if again else leaving) + self.kept_forward)
             found["the backward of kept layers"] = most(
                 0, kept, held_again, self.kept_held, self.kept_backward
             )
         if again:
+            before = (again - 1) * self.again_held
+            forwards.append(max(before, leaving) + self.again_forward)
             found["the backward of recomputed layers"] = most(
-                *(kept, again, max(moving, moving_whole), self.again_held, self.again_backward)
+                kept, again, 0, self.again_held, self.again_backward
             )
         if offloaded:
+            forwards.append(beside_offloaded + self.kept_forward)
             found["the backward of offloaded layers"] = most(
-                kept + again, offloaded, moving_whole, 0, self.kept_backward
+                kept + again, offloaded, beside_offloaded, 0, self.kept_backward
             )
         if lean:
+            forwards.append(beside_lean + self.again_forward)
             found["the backward of layers recomputed from the host"] = most(
-                kept + again + offloaded, lean, moving, 0, self.again_backward
+                kept + again + offloaded, lean, beside_lean, 0, self.again_backward
             )
+        found["the forward"] = weights.forward() + max(forwards)
         return {name: self.fixed + size for name, size in found.items()}
 
     def fits(self, counts: Counts) -> bool:
@@ -361,11 +368,13 @@ class _Step:
         return rows + self.weights.on_host()
 
     def seconds(self, counts: Counts) -> dict[str, float]:
-        """Seconds of each part of a step. Copies hide behind the layer that computes beside."""
+        """Seconds of each part of a step. Copies hide behind the layer that computes beside, but
+        for those that the backward needs first."""
         prices, layers = self.prices, sum(counts)
         again = counts.recompute + counts.recompute_offload
         lean, whole = self.again_held / prices.host_rate, self.kept_held / prices.host_rate
-        waits = counts.recompute_offload * (
+        waits = whole if counts.offload else lean if counts.recompute_offload else 0.0
+        waits += counts.recompute_offload * (
             max(0.0, lean - self.forward) + max(0.0, lean - self.backward - self.matrices)
         )
         waits += counts.offload * (max(0.0, whole - self.forward) + max(0.0, whole - self.backward))

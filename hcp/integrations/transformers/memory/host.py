@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,29 +25,30 @@ class HostCopies:
         self._leaving: _Leaving | None = None
         self._last: Callable[[], LayerCopies | None] = lambda: None
 
-    def layer(self, parameters: Iterable[Tensor]) -> LayerCopies:
-        """Return the copies of a layer that is about to compute. ``parameters``: its own, which
-        stay where they are."""
-        copies = LayerCopies(self, {_storage(p) for p in parameters}, self._last)
+    def layer(self, stay: Iterable[Tensor]) -> LayerCopies:
+        """Return the copies of a layer that is about to compute. ``stay``: what remains where it
+        is, its parameters and what all layers share."""
+        copies = LayerCopies(self, set(map(_storage, stay)), self._last)
         self._last = weakref.ref(copies)
         return copies
 
     def leave(self, sources: list[Tensor]) -> None:
-        """Let a layer's tensors go once they are copied. Those of the layer before go now, so that
-        the device holds the tensors of two layers at most."""
+        """Let a layer's tensors go once they are copied: at the end of the next layer, which calls
+        this or ``drain``. So the device holds the tensors of two layers at most."""
         self.drain()
-        if self.stream is not None and sources:
-            self._leaving = _Leaving(self.stream.record_event(), sources)
+        if sources:
+            copied = None if self.stream is None else self.stream.record_event()
+            self._leaving = _Leaving(copied, sources)
 
     def drain(self) -> None:
         """Wait on the device, not on the host, for copies that are on their way."""
-        if self._leaving is not None:
+        if self._leaving is not None and self._leaving.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._leaving.copied)
-            self._leaving = None  # the memory is of the stream that has waited: no more to do
+        self._leaving = None  # the memory is of the stream that has waited: no more to do
 
 
 class _Leaving:
-    def __init__(self, copied: torch.Event, sources: list[Tensor]) -> None:
+    def __init__(self, copied: torch.Event | None, sources: list[Tensor]) -> None:
         self.copied, self.sources = copied, sources
 
 
@@ -61,15 +62,16 @@ class LayerCopies:
         self._known: dict[tuple[Any, ...], tuple[Tensor, Parked]] = {}
         self._parked: list[weakref.ref[Parked]] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | Parked:
+    def pack(self, tensor: Tensor) -> Tensor | _Seen:
         if not self._goes(tensor):
             return tensor
-        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # of the same memory
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), kind, tensor._version)
-        if key not in self._known:  # several operators save the same
+        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
+        layout: Any = tensor.nbytes if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+        key = _storage(tensor), tensor.storage_offset(), layout, kind
+        if key not in self._known:  # several operators save the same, and views of it
             self._known[key] = tensor, Parked(tensor.detach(), self._host)
             self._parked.append(weakref.ref(self._known[key][1]))
-        return self._known[key][1]
+        return _Seen(self._known[key][1], tensor.shape)
 
     def _goes(self, tensor: Tensor) -> bool:
         return (
@@ -79,11 +81,11 @@ class LayerCopies:
             and _storage(tensor) not in self._stay
         )
 
-    def unpack(self, packed: Tensor | Parked) -> Tensor:
+    def unpack(self, packed: Tensor | _Seen) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self._host.drain()
-        tensor = packed.tensor()
+        tensor = packed.parked.tensor().view(packed.shape)
         before, self._before = self._before(), lambda: None
         if before is not None:  # the layer whose backward is next
             before.fetch()
@@ -99,6 +101,13 @@ class LayerCopies:
         for parked in self._parked:
             if (one := parked()) is not None:
                 one.fetch()
+
+
+class _Seen(NamedTuple):
+    """A saved tensor: memory that is on the host, and the shape in which an operator saw it."""
+
+    parked: Parked
+    shape: torch.Size
 
 
 class Parked:
@@ -136,4 +145,5 @@ class Parked:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,8 +68,9 @@ def apply(model: nn.Module, choice: Choice) -> Applied:
         parts = [part for layer in again for part in row_wise_of(layer)]
         parts += norms_outside(model, layers)
     applied, host = Applied(choice), _Host()
+    some_go = any(map(_goes, choice.layers))
     for layer, word in words:
-        if word != "keep":
+        if word != "keep" or some_go:
             applied.replace(layer, _LayerForward(layer, word, host))
     for part in parts:
         applied.replace(part, InChunks(part, choice.chunk_rows, vars(part).get("forward")))
@@ -128,10 +130,18 @@ class _Host:
     def __getstate__(self) -> dict[str, Any]:
         return {"_copies": None}  # a copy of the model has its own
 
-    def layer(self, layer: nn.Module, device: torch.device) -> LayerCopies:
+    def drain(self) -> None:
+        if self._copies is not None:
+            self._copies.drain()
+
+    def layer(self, stay: Iterable[Tensor], device: torch.device) -> LayerCopies:
         if self._copies is None or self._copies.device != device:
             self._copies = HostCopies(device)
-        return self._copies.layer(layer.parameters())
+        return self._copies.layer(stay)
+
+
+def _goes(word: LayerRows) -> bool:
+    return word.endswith("offload")
 
 
 class _LayerForward:
@@ -139,9 +149,8 @@ class _LayerForward:
     since it names its layer."""
 
     def __init__(self, layer: nn.Module, word: LayerRows, host: _Host) -> None:
-        self.layer = layer
+        self.layer, self.host, self.goes = layer, host, _goes(word)
         self.compute = _recomputed if word.startswith("recompute") else _kept
-        self.host = host if word.endswith("offload") else None
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
         own, given = partial(type(self.layer).forward, self.layer), (hidden, *others)
@@ -149,9 +158,12 @@ class _LayerForward:
             return own(*given, **named)
         if self.layer.training:
             _expect_no_checkpointing(self.layer)  # which a Trainer switches on when it trains
-        if self.host is None:
-            return self.compute(own, None, given, named)
-        copies = self.host.layer(self.layer, hidden.device)
+        if not self.goes:
+            result = self.compute(own, None, given, named)
+            self.host.drain()  # of the layer before, whose rows have left by now
+            return result
+        shared = (x for x in tree_leaves((others, named)) if isinstance(x, Tensor))
+        copies = self.host.layer((*self.layer.parameters(), *shared), hidden.device)
         with saved_tensors_hooks(copies.pack, copies.unpack):
             result = self.compute(own, copies, given, named)
         copies.computed()
