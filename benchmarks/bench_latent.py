@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,7 @@ import torch.distributed as dist
 from common.flags import add_sizes, filled, parser_of
 from common.layers import check
 from common.machine import hardware
+from common.memory import allocated, peak_bytes
 from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
 from torch import Tensor, nn
 
@@ -258,35 +259,13 @@ def memory_of(one: Contestant) -> tuple[float, float]:
     """Bytes that a layer keeps between its passes, and its peak, beyond what was there before."""
     device = one.layer.device
     if device.type == "cuda":
-        torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         out = one.forward()
         kept = torch.cuda.memory_allocated() - before
-        torch.autograd.grad(out, one.leaves, one.grad)
-        return kept, torch.cuda.max_memory_allocated() - before
+        del out
+        return kept, peak_bytes(one.results, device)
     forward, _ = allocated(lambda: one.forward())  # its result lives until the next statement
-    _, peak = allocated(one.results)
-    return forward, peak
-
-
-def allocated(work: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes of the CPU that work leaves allocated while its result lives, and at its peak."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = work()
-    kineto: Any = profile.profiler
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in kineto.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    total = peak = 0
-    for _, size in events:
-        total += size
-        peak = max(peak, total)
-    del result
-    return total, peak
+    return forward, peak_bytes(one.results, device)
 
 
 def print_head(args: argparse.Namespace) -> None:

@@ -19,13 +19,14 @@ A pack of --lengths tokens lies on all ranks. Contestants:
     fla                fla's own CP over the same kernel (`build_cp_context`), contiguous rows; with
                        --layer delta on GPUs
 
-Columns: MiB that a rank receives in the forward and in both passes, by the formulas below;
-milliseconds of the forward and of both passes; `ideal f` and `ideal`, the part of these times that
-a rank's even share of `whole` takes (1.000: what travels is free, and ranks share the work evenly);
-`cost`, by which "auto" chooses: MiB that a link carries in the time that it expects of a forward
-beyond that share. `auto` marks what it takes. Each is the largest of all ranks; times are the
-median of rounds in which all take turns. --passes forward leaves the backward out, as where fla
-refuses it (Hopper with Triton from 3.4 to before 3.7.1).
+Columns: MiB that a rank receives in the forward and in both passes, by the formulas below; the most
+MiB that the passes allocate at once beyond the inputs; milliseconds of the forward and of both
+passes; `ideal f` and `ideal`, the part of these times that a rank's even share of `whole` takes
+(1.000: what travels is free, and ranks share the work evenly); `cost`, by which "auto" chooses: MiB
+that a link carries in the time that it expects of a forward beyond that share. `auto` marks what it
+takes. Each is the largest of all ranks; times are the median of rounds in which all take turns.
+--passes forward leaves the backward out, as where fla refuses it (Hopper with Triton from 3.4 to
+before 3.7.1).
 
 A rank receives the states and decays of the spans before its last, of each sequence (in rounds
 where that is less), and in the backward the gradients of as many as others took of it; or
@@ -55,6 +56,7 @@ import torch.distributed as dist
 from common.flags import add_sizes, filled, parser_of
 from common.layers import check
 from common.machine import hardware, package_version
+from common.memory import peak_bytes
 from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
 from peers.tuning import compile_in_threads
 from torch import Tensor
@@ -483,6 +485,7 @@ WIDTHS = {
     "scan": 18,
     "MiB f": -9,
     "MiB f+b": -9,
+    "peak MiB": -9,
     "ms f": -9,
     "ms f+b": -9,
     "ideal f": -7,
@@ -509,6 +512,8 @@ def print_table(
         moved = layer.received(name)
         sent = [None, None] if moved is None else [slowest(x, layer.device) / MIB for x in moved]
         cells = {"scan": name, "MiB f": _number(sent[0], 3), "MiB f+b": _number(sent[1], 3)}
+        peak = peak_bytes(partial(layer.results, name, True in times), layer.device)
+        cells["peak MiB"] = _number(slowest(peak, layer.device) / MIB, 1)
         for both, what in ((False, ("ms f", "ideal f")), (True, ("ms f+b", "ideal"))):
             seconds = times[both][name] if both in times else None
             whole = times[both][WHOLE] if both in times else 0.0

@@ -1,6 +1,9 @@
-"""Memory of a GPU that torch's allocator does not count, and a limit of what it may take."""
+"""Memory that work takes; that of a GPU that torch's allocator does not count; and a limit."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,3 +38,32 @@ def staged_bytes(tokens: int, ranks: int, kv_elements: int, itemsize: int) -> in
     ``kv_elements``: of a row's keys and values."""
     rows = (tokens // ranks + 2) * max(1, ranks - 1)
     return max(2**20, 2 * (rows * kv_elements * itemsize + 4096))
+
+
+def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes that work allocates at once, beyond what was there before it."""
+    if device.type != "cuda":
+        return allocated(work)[1]
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def allocated(work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes of the CPU that work leaves allocated while its result lives, and at its peak."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = work()
+    kineto: Any = profile.profiler
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in kineto.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    total = peak = 0
+    for _, size in events:
+        total += size
+        peak = max(peak, total)
+    del result
+    return total, peak
