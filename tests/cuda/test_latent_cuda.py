@@ -1,4 +1,5 @@
-"""Latent rows and chosen keys on one GPU, whose ranks are threads: equal to expanded keys."""
+"""Latent rows and chosen keys on one GPU, whose ranks are threads: equal to expanded keys; chosen
+keys over NCCL, and over peer memory where two GPUs are."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.features import drawn, rows_here
+from support.gpu_ranks import on_gpus
+from support.ranks import run_ranks
+from support.sparse import SparseCase, error
 from torch import Tensor
 
 import hcp
-from hcp._words import CommType
+from hcp._words import CommType, TransportName
 
 pytestmark = [
     pytest.mark.cuda,
@@ -95,3 +99,18 @@ def test_all_keys_chosen_are_dense_attention(dtype: torch.dtype) -> None:
             assert off(found, want) <= ROUNDING[dtype]
 
     hcp.loopback(4, check, device="cuda")
+
+
+def chosen_over(rank: int, size: int, transport: TransportName) -> None:
+    groups = on_gpus(rank, transport)
+    for latent in (True, False):
+        case = SparseCase((40, 7, 90, 1), size, min_degree=size, latent=latent)
+        assert error(groups, case, device="cuda") <= 1e-10
+    groups.close()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_chosen_keys_travel_between_gpus(transport: str) -> None:
+    if transport == "peer" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_ranks(2, chosen_over, transport, timeout=110)

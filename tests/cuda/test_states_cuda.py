@@ -3,13 +3,12 @@ states over NCCL, and over peer memory where two GPUs are."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.features import drawn, rows_here
+from support.gpu_ranks import on_gpus
 from support.megatron_delta import slow_rule
 from support.ranks import run_ranks
 from torch import Tensor
@@ -99,24 +98,12 @@ def test_ranks_on_one_gpu_compute_the_recurrence(dtype: torch.dtype, scan_type: 
     hcp.loopback(4, work, device="cuda")
 
 
-def join(rank: int, transport: TransportName) -> Any:
-    """Groups of ranks that NCCL takes for hosts of their own where they share a GPU."""
-    if torch.cuda.device_count() == 1:
-        os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    size, store = dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    own = dist.PrefixStore("of GPUs", store)
-    dist.init_process_group("nccl", store=own, rank=rank, world_size=size)
-    return hcp.build_process_groups(transport=transport)
-
-
 def compute_with_fla(rank: int, size: int, gradients: bool) -> str:
     """Why the package refuses its backward, or nothing. Each rank is a process: Triton's autotuner
     is not for several threads."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    groups = join(rank, "nccl")
+    groups = on_gpus(rank, "nccl")
     wanted = on_one_rank(torch.bfloat16)
     for scan_type in SCAN_TYPES:
         cp = handler(groups, size, scan_type)
@@ -146,7 +133,7 @@ def test_the_kernel_of_fla_computes_the_recurrence(gradients: bool) -> None:
 
 
 def over(rank: int, size: int, transport: TransportName) -> None:
-    groups = join(rank, transport)
+    groups = on_gpus(rank, transport)
     wanted = on_one_rank(torch.float64)
     for scan_type in SCAN_TYPES:
         cp = handler(groups, size, scan_type)

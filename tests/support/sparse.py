@@ -96,7 +96,9 @@ def expected(case: SparseCase) -> list[list[Tensor]]:
     return [*answers, [*map(grad_of, up.parameters())]]
 
 
-def error(groups: Any, case: SparseCase, plan: hcp.Plan | None = None) -> float:
+def error(
+    groups: Any, case: SparseCase, plan: hcp.Plan | None = None, device: str = "cpu"
+) -> float:
     """Return the largest error of this rank's rows, and of the sums of parameters' gradients."""
     plan = plan or hcp.plan(
         case.lengths,
@@ -106,13 +108,13 @@ def error(groups: Any, case: SparseCase, plan: hcp.Plan | None = None) -> float:
         alignment=case.alignment,
     )
     *answers, shared = expected(case)
-    up, inputs, worst = Up(case.groups), inputs_of(case), 0.0
+    up, inputs, worst = Up(case.groups).to(device), inputs_of(case), 0.0
     for micro_batch in range(len(plan.micro_batches)):
         cp = hcp.ContextParallelHandler(plan, micro_batch, groups.transport)
         padding = cp.layout.padding
 
         def here(wholes: list[Tensor], cp: Any = cp, padding: int = padding) -> Tensor:
-            rows = rows_here(cp, wholes)
+            rows = rows_here(cp, wholes).to(device)
             return torch.cat([rows, rows.new_ones(padding, *rows.shape[1:])])
 
         leaves = [here(inputs[name]).requires_grad_() for name in NAMES[:5]]
@@ -142,13 +144,11 @@ def error(groups: Any, case: SparseCase, plan: hcp.Plan | None = None) -> float:
         own = slice(0, cp.rows - padding)
         found = [out.detach(), lse.detach(), *map(grad_of, leaves)]
         for i, x in enumerate(found):
-            want = rows_here(cp, [answer[i] for answer in answers])
+            want = rows_here(cp, [answer[i] for answer in answers]).to(device)
             assert x[own].shape == want.shape, (i, x.shape, want.shape)
             worst = max(worst, float((x[own] - want).abs().max()) if want.numel() else 0.0)
-    shares = groups.transport.all_gather_bytes(
-        pickle.dumps([torch.zeros_like(p) if p.grad is None else p.grad for p in up.parameters()]),
-        "test",
-    )
+    mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in up.parameters()]
+    shares = groups.transport.all_gather_bytes(pickle.dumps([x.cpu() for x in mine]), "test")
     totals = [sum(parts) for parts in zip(*map(pickle.loads, shares), strict=True)]
     for total, want in zip(totals, shared, strict=True):
         worst = max(worst, float((total - want).abs().max() / want.abs().max()))
