@@ -4,6 +4,7 @@ that their choice says."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from unittest import mock
 
@@ -329,6 +330,117 @@ def test_a_graph_may_be_walked_twice():
     ((once, twice),) = hcp.loopback(1, work)
     for name, grad in once.items():
         assert torch.allclose(twice[name], 2 * grad, rtol=1e-12, atol=1e-14), name
+
+
+def parked():
+    """How many tensors are on the host."""
+    from hcp.integrations.transformers.memory.host import Parked
+
+    gc.collect()
+    return sum(type(one) is Parked for one in gc.get_objects())
+
+
+def loss_of(model, rows=30):
+    ids = torch.arange(3, 3 + rows)[None]
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("least", [1, 2000])  # bytes: all tensors go, or none of one number a row
+@pytest.mark.parametrize("word", ["offload", "recompute_offload"])
+def test_a_forward_without_a_backward_leaves_nothing_on_the_host(word, least):
+    """Also where an operator saves its own result, which would hold itself."""
+    from hcp.integrations.transformers import memory
+
+    model, before = build(), parked()
+    memory.apply(model, memory.Choice((word,) * 4))
+    with mock.patch("hcp.integrations.transformers.memory.host.LEAST_BYTES", least):
+        loss = loss_of(model)
+        assert parked() > before
+        del loss
+    assert parked() == before
+
+
+@pytest.mark.parametrize("word", ["keep", "offload", "recompute_offload"])
+def test_a_layer_that_fails_leaves_nothing_on_the_host_or_on_its_way(word):
+    from hcp.integrations.transformers import memory
+
+    model, before = build(), parked()
+    expected = torch.autograd.grad(loss_of(model), model.lm_head.weight)[0]
+    memory.apply(model, memory.Choice(("offload", "offload", word, "keep")))
+    failing = model.model.layers[2].mlp.down_proj.register_forward_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model)
+    assert parked() == before
+    assert model.model.layers[0].forward.host._copies._leaving is None
+    failing.remove()
+    assert torch.equal(torch.autograd.grad(loss_of(model), model.lm_head.weight)[0], expected)
+
+
+def test_weights_that_are_updated_before_the_backward_are_told():
+    """As autograd does without hooks."""
+    from hcp.integrations.transformers import memory
+
+    model = build()
+    memory.apply(model, memory.Choice(("offload",) * 4))
+    loss = loss_of(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    message = r"saved torch.float64 tensor of \(.*\) is at version \d+, expected \d+ as in the for"
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+@pytest.mark.parametrize("on_its_way", [True, False])
+def test_rows_that_are_modified_on_their_way_to_the_host_are_told(on_its_way):
+    """A copy on another stream may have some of either. Later they are there, and as they were."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from hcp.integrations.transformers.memory.host import HostCopies
+
+    host = HostCopies(torch.device("cpu"))
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    rows, copies = torch.tensor([5.0, 7.0]), host.layer([weight])
+    with saved_tensors_hooks(copies.pack, copies.unpack):
+        out = weight * rows
+    copies.computed()
+    if not on_its_way:
+        host.drain()
+    rows.zero_()
+    if on_its_way:
+        with pytest.raises(RuntimeError, match="version 1, expected 0 as in the forward"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        assert weight.grad.tolist() == [5.0, 7.0]
+
+
+def test_rows_on_their_way_back_that_no_backward_took_are_waited_for():
+    """Otherwise the next tensor in their memory would be written over."""
+    from hcp.integrations.transformers.memory.host import HostCopies, Parked
+
+    stream = mock.Mock()
+    one = Parked(torch.ones(3), HostCopies(torch.device("cpu")))
+    with (
+        mock.patch.object(Parked, "_on_stream", return_value="arrived"),
+        mock.patch("torch.cuda.current_stream", return_value=stream),
+    ):
+        one.fetch()
+    stream.wait_event.assert_not_called()
+    del one
+    stream.wait_event.assert_called_once_with("arrived")
+
+
+def test_rows_leave_a_device_that_has_no_more_layers():
+    from hcp.integrations.transformers.memory.layers import _Host
+
+    host = _Host()
+    copies = host.layer([], torch.device("cpu"))
+    copies.pack(torch.ones(3))
+    copies.computed()
+    first = host._copies
+    assert first._leaving is not None
+    host.layer([], torch.device("meta"))
+    assert first._leaving is None
 
 
 def sharded(rank, size, layers, rows, apart=False):

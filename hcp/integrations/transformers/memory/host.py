@@ -32,24 +32,29 @@ class HostCopies:
         self._last = weakref.ref(copies)
         return copies
 
-    def leave(self, sources: list[Tensor]) -> None:
+    def leave(self, tensors: list[tuple[Tensor, Parked]]) -> None:
         """Let a layer's tensors go once they are copied: at the end of the next layer, which calls
         this or ``drain``. So the device holds the tensors of two layers at most."""
         self.drain()
-        if sources:
+        if tensors:
             copied = None if self.stream is None else self.stream.record_event()
-            self._leaving = _Leaving(copied, sources)
+            self._leaving = _Leaving(copied, [(x, weakref.ref(parked)) for x, parked in tensors])
 
     def drain(self) -> None:
         """Wait on the device, not on the host, for copies that are on their way."""
-        if self._leaving is not None and self._leaving.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._leaving.copied)
-        self._leaving = None  # the memory is of the stream that has waited: no more to do
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return
+        if leaving.copied is not None:  # the memory is of the stream that waits: no more to do
+            torch.cuda.current_stream(self.device).wait_event(leaving.copied)
+        for source, parked in leaving.sources:
+            if (one := parked()) is not None:
+                one.left(source)
 
 
-class _Leaving:
-    def __init__(self, copied: torch.Event | None, sources: list[Tensor]) -> None:
-        self.copied, self.sources = copied, sources
+class _Leaving(NamedTuple):
+    copied: torch.Event | None
+    sources: list[tuple[Tensor, weakref.ref[Parked]]]
 
 
 class LayerCopies:
@@ -62,14 +67,16 @@ class LayerCopies:
         self._known: dict[tuple[Any, ...], tuple[Tensor, Parked]] = {}
         self._parked: list[weakref.ref[Parked]] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | _Seen:
+    def pack(self, tensor: Tensor) -> _Stays | _Seen:
+        # Without its graph: an operator that saves its own result would hold itself.
+        tensor = tensor.detach()
         if not self._goes(tensor):
-            return tensor
+            return _Stays(tensor, tensor._version)
         kind = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
         layout: Any = tensor.nbytes if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         key = _storage(tensor), tensor.storage_offset(), layout, kind
         if key not in self._known:  # several operators save the same, and views of it
-            self._known[key] = tensor, Parked(tensor.detach(), self._host)
+            self._known[key] = tensor, Parked(tensor, self._host)
             self._parked.append(weakref.ref(self._known[key][1]))
         return _Seen(self._known[key][1], tensor.shape)
 
@@ -81,9 +88,10 @@ class LayerCopies:
             and _storage(tensor) not in self._stay
         )
 
-    def unpack(self, packed: Tensor | _Seen) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack(self, packed: _Stays | _Seen) -> Tensor:
+        if isinstance(packed, _Stays):
+            _expect_as_saved(packed.tensor, packed.tensor._version, packed.version)
+            return packed.tensor
         self._host.drain()
         tensor = packed.parked.tensor().view(packed.shape)
         before, self._before = self._before(), lambda: None
@@ -93,7 +101,7 @@ class LayerCopies:
 
     def computed(self) -> None:
         """The layer's forward has ended."""
-        self._host.leave([source for source, _ in self._known.values()])
+        self._host.leave(list(self._known.values()))
         self._known.clear()
 
     def fetch(self) -> None:
@@ -101,6 +109,22 @@ class LayerCopies:
         for parked in self._parked:
             if (one := parked()) is not None:
                 one.fetch()
+
+
+class _Stays(NamedTuple):
+    """A saved tensor that is on the device. Autograd checks no versions where hooks are."""
+
+    tensor: Tensor
+    version: int
+
+
+def _expect_as_saved(tensor: Tensor, version: int, expected: int) -> None:
+    if version != expected:
+        raise RuntimeError(
+            f"a saved {tensor.dtype} tensor of {tuple(tensor.shape)} is at version {version}, "
+            f"expected {expected} as in the forward: it was modified in place before its "
+            "backward. Step the optimizer after the backward, and modify a copy"
+        )
 
 
 class _Seen(NamedTuple):
@@ -117,6 +141,7 @@ class Parked:
         self._device, self._stream = tensor.device, host.stream
         self._fetched: Tensor | None = None
         self._arrived: torch.Event | None = None
+        self._version = self._version_left = tensor._version
         self.copy = torch.empty_like(tensor, device="cpu", pin_memory=host.stream is not None)
         self._on_stream(self.copy, tensor)
 
@@ -124,9 +149,21 @@ class Parked:
         if self._fetched is None:
             self._fetched = torch.empty_like(self.copy, device=self._device, pin_memory=False)
             self._arrived = self._on_stream(self._fetched, self.copy)
+            if self._arrived is not None:
+                self._owner = torch.cuda.current_stream(self._device)
+
+    def __del__(self) -> None:
+        """A backward that failed leaves copies on their way, whose memory others get next."""
+        if self._arrived is not None:
+            self._owner.wait_event(self._arrived)
+
+    def left(self, source: Tensor) -> None:
+        """All of it is on the host. What modified it before then may have been copied, too."""
+        self._version_left = source._version
 
     def tensor(self) -> Tensor:
         """The tensor on its device again."""
+        _expect_as_saved(self.copy, self._version_left, self._version)
         self.fetch()
         assert self._fetched is not None
         if self._arrived is not None:

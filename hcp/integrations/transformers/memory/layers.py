@@ -136,6 +136,7 @@ class _Host:
 
     def layer(self, stay: Iterable[Tensor], device: torch.device) -> LayerCopies:
         if self._copies is None or self._copies.device != device:
+            self.drain()
             self._copies = HostCopies(device)
         return self._copies.layer(stay)
 
@@ -158,10 +159,18 @@ class _LayerForward:
             return own(*given, **named)
         if self.layer.training:
             _expect_no_checkpointing(self.layer)  # which a Trainer switches on when it trains
+        try:
+            return self._watched(own, given, named)
+        except BaseException:
+            self.host.drain()  # rows that no backward will ask for
+            raise
+
+    def _watched(self, own: Own, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self.goes:
             result = self.compute(own, None, given, named)
             self.host.drain()  # of the layer before, whose rows have left by now
             return result
+        hidden, *others = given
         shared = (x for x in tree_leaves((others, named)) if isinstance(x, Tensor))
         copies = self.host.layer((*self.layer.parameters(), *shared), hidden.device)
         with saved_tensors_hooks(copies.pack, copies.unpack):
