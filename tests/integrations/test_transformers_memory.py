@@ -297,7 +297,9 @@ def test_a_number_and_its_conjugate_are_two():
     made = torch.Generator().manual_seed(1)
     expected = gradient(Stay)
     made = torch.Generator().manual_seed(1)
-    assert torch.equal(gradient(HostCopies(torch.device("cpu")).layer([])), expected)
+    assert torch.equal(
+        gradient(HostCopies(torch.device("cpu")).layer(torch.nn.Identity(), [])), expected
+    )
 
 
 def test_chunks_have_no_second_derivative():
@@ -399,7 +401,7 @@ def test_rows_that_are_modified_on_their_way_to_the_host_are_told(on_its_way):
 
     host = HostCopies(torch.device("cpu"))
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    rows, copies = torch.tensor([5.0, 7.0]), host.layer([weight])
+    rows, copies = torch.tensor([5.0, 7.0]), host.layer(torch.nn.Identity(), [weight])
     with saved_tensors_hooks(copies.pack, copies.unpack):
         out = weight * rows
     copies.computed()
@@ -433,13 +435,13 @@ def test_rows_on_their_way_back_that_no_backward_took_are_waited_for():
 def test_rows_leave_a_device_that_has_no_more_layers():
     from hcp.integrations.transformers.memory.layers import _Host
 
-    host = _Host()
-    copies = host.layer([], torch.device("cpu"))
+    host, module = _Host(), torch.nn.Identity()
+    copies = host.layer(module, [], torch.device("cpu"))
     copies.pack(torch.ones(3))
     copies.computed()
     first = host._copies
     assert first._leaving is not None
-    host.layer([], torch.device("meta"))
+    host.layer(module, [], torch.device("meta"))
     assert first._leaving is None
 
 
@@ -485,6 +487,39 @@ def test_under_fsdp2(apart):
     for ours, theirs in zip(found, plain, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-12)
     assert plain[0][1] != plain[0][0]
+
+
+def sharded_within(rank, size):
+    """Shapes of what goes to the host of a layer whose MLP FSDP2 shards apart from it."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hcp.integrations.transformers import memory
+    from hcp.integrations.transformers.memory.host import LayerCopies
+
+    model, shapes = build(), set()
+    memory.apply(model, memory.Choice(("offload",) * 4))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp)
+        fully_shard(layer)
+    computed = LayerCopies.computed
+
+    def note(copies):
+        shapes.update(tuple(parked.copy.shape) for _, parked in copies._known.values())
+        computed(copies)
+
+    with (
+        mock.patch("hcp.integrations.transformers.memory.host.LEAST_BYTES", 1),
+        mock.patch.object(LayerCopies, "computed", note),
+    ):
+        loss_of(model)
+    return shapes
+
+
+def test_weights_that_fsdp2_gathers_within_a_layer_stay():
+    """Their memory is taken away once their module has computed, perhaps before it is copied."""
+    (shapes, _) = run_ranks(2, sharded_within)
+    assert (1, 30, 48) in shapes
+    assert not shapes & {(32, 48), (48, 32)}
 
 
 # ---- misuse --------------------------------------------------------------------------------------

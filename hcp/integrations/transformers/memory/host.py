@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LEAST_BYTES = 2**16
 """A smaller tensor stays on the device: its copy would take longer to start than to run."""
@@ -25,10 +25,10 @@ class HostCopies:
         self._leaving: _Leaving | None = None
         self._last: Callable[[], LayerCopies | None] = lambda: None
 
-    def layer(self, stay: Iterable[Tensor]) -> LayerCopies:
-        """Return the copies of a layer that is about to compute. ``stay``: what remains where it
-        is, its parameters and what all layers share."""
-        copies = LayerCopies(self, set(map(_storage, stay)), self._last)
+    def layer(self, module: nn.Module, shared: Iterable[Tensor]) -> LayerCopies:
+        """Return the copies of a layer that is about to compute. What remains where it is: its
+        parameters, and what all layers share."""
+        copies = LayerCopies(self, module, set(map(_storage, shared)), self._last)
         self._last = weakref.ref(copies)
         return copies
 
@@ -61,9 +61,13 @@ class LayerCopies:
     """The tensors that one layer saves in one forward, by the hooks ``pack`` and ``unpack``."""
 
     def __init__(
-        self, host: HostCopies, stay: set[int], before: Callable[[], LayerCopies | None]
+        self,
+        host: HostCopies,
+        module: nn.Module,
+        shared: set[int],
+        before: Callable[[], LayerCopies | None],
     ) -> None:
-        self._host, self._stay, self._before = host, stay, before
+        self._host, self._module, self._shared, self._before = host, module, shared, before
         self._known: dict[tuple[Any, ...], tuple[Tensor, Parked]] = {}
         self._parked: list[weakref.ref[Parked]] = []
 
@@ -85,7 +89,10 @@ class LayerCopies:
             type(tensor) is Tensor
             and tensor.device == self._host.device
             and tensor.nbytes >= LEAST_BYTES
-            and _storage(tensor) not in self._stay
+            and _storage(tensor) not in self._shared
+            # Those that compute now: FSDP2 gathers them module by module, and takes their memory
+            # away as each one ends, which a copy on another stream does not see.
+            and _storage(tensor) not in map(_storage, self._module.parameters())
         )
 
     def unpack(self, packed: _Stays | _Seen) -> Tensor:

@@ -134,11 +134,13 @@ class _Host:
         if self._copies is not None:
             self._copies.drain()
 
-    def layer(self, stay: Iterable[Tensor], device: torch.device) -> LayerCopies:
+    def layer(
+        self, module: nn.Module, shared: Iterable[Tensor], device: torch.device
+    ) -> LayerCopies:
         if self._copies is None or self._copies.device != device:
             self.drain()
             self._copies = HostCopies(device)
-        return self._copies.layer(stay)
+        return self._copies.layer(module, shared)
 
 
 def _goes(word: LayerRows) -> bool:
@@ -172,7 +174,7 @@ class _LayerForward:
             return result
         hidden, *others = given
         shared = (x for x in tree_leaves((others, named)) if isinstance(x, Tensor))
-        copies = self.host.layer((*self.layer.parameters(), *shared), hidden.device)
+        copies = self.host.layer(self.layer, shared, hidden.device)
         with saved_tensors_hooks(copies.pack, copies.unpack):
             result = self.compute(own, copies, given, named)
         copies.computed()
