@@ -21,8 +21,9 @@ from torch import Tensor
 from hcp import ops
 from hcp.attention.head_reads import HeadReads
 from hcp.attention.head_shares import key_heads, split
-from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, copied, wide
+from hcp.attention.kernels import Attended, Kernel, Launch, ResultGrads, wide
 from hcp.exchange.agreement import Stamp
+from hcp.exchange.layout import copied
 from hcp.exchange.tables import Move, Schedule
 from hcp.exchange.transport import Transport, read_in_place, shares
 

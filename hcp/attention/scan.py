@@ -17,7 +17,7 @@ from hcp._words import ScanType
 from hcp.attention import scan_types as scans
 from hcp.exchange.agreement import Stamp, refuse_transforms, rows_like
 from hcp.exchange.calls import Calls, HandlerPart
-from hcp.exchange.layout import Layout, halo_rows, span_rows
+from hcp.exchange.layout import Layout, copied, halo_rows, span_rows
 from hcp.exchange.move import check_rows, copy_rows_of
 from hcp.exchange.routes import Routes
 from hcp.exchange.states import MapRule, Maps, Parts, StatePasses, linear, pass_states
@@ -42,6 +42,7 @@ class Scan(HandlerPart):
         self.type: ScanType = scan_type
         """How recurrent layers get past the borders of ranks, as it was asked for."""
         self._choices: dict[scans.ScanSizes, scans.ScanChoice] = {}
+        self._halo_rows: dict[int, Tensor] = {}
 
     @functools.cached_property
     def span_cu_seqlens(self) -> Tensor:
@@ -82,7 +83,11 @@ class Scan(HandlerPart):
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
         self._routes.halo(before)  # refuses a wrong number of rows
-        return halo_rows(self._layout, before).to(self._transport.device)
+        if before not in self._halo_rows:
+            with torch.inference_mode(False):
+                rows = halo_rows(self._layout, before)
+            self._halo_rows[before] = copied(rows, self._transport.device)
+        return self._halo_rows[before]
 
     # ---- states ----
 
@@ -186,7 +191,7 @@ class Scan(HandlerPart):
 
     @functools.cached_property
     def _passes(self) -> StatePasses:
-        return StatePasses(self._layout)
+        return StatePasses(self._layout, self._transport.device)
 
     def _expect_maps(self, maps: Sequence[Tensor]) -> Parts:
         expect_items("maps", maps, "tensors")
@@ -240,7 +245,7 @@ class Scan(HandlerPart):
                 f"complex states too, since the result has their dtype: states.to({factor.dtype})"
             )
         wide = torch.promote_types(torch.promote_types(states.dtype, factor.dtype), torch.float32)
-        zeros = torch.zeros(1, *states.shape[1:], dtype=wide, device=states.device)
+        zeros = states.new_zeros((), dtype=wide).expand(1, *states.shape[1:])
         rule = linear(torch.mul if transition is None else torch.matmul, zeros)
         return Maps((states.to(wide), factor.to(wide)), rule)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp import _core
+from hcp.errors import HcpError
 from hcp.planning.plan import Plan
 
 
@@ -123,6 +124,23 @@ def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(view, dtype=dtype)
 
 
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a table of the host to a device, where it is kept, for evaluation and training. The host
+    does not wait for what a GPU has to do before. Raises HcpError in a CUDA graph, which copies
+    when it is replayed."""
+    if device.type != "cuda":
+        return table.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise HcpError(
+            "a CUDA graph captures the first call of its kind, which copies a table that later "
+            "calls read, expected calls that were made before: run the layer once, forward and "
+            "backward, before the capture",
+            code="cuda-graph",
+        )
+    with torch.inference_mode(False):
+        return table.pin_memory().to(device, non_blocking=True)
+
+
 def buffer_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """The values of a tensor on the CPU for the C core to read, without a copy where they are
     contiguous. The buffer keeps them."""
@@ -193,17 +211,21 @@ def whole_cu_seqlens(layout: Layout) -> Tensor:
     summed."""
     masked = bool(layout.plan.masks)  # without masks, sequences are documents
     documents = [document.rows for document in layout.documents] if masked else layout.lengths
-    return _with_padding(layout, documents)
+    return _summed(layout, [*documents, *filter(None, layout.paddings)])
 
 
 def whole_stretches(layout: Layout) -> Tensor:
     """The same of stretches."""
-    return _with_padding(layout, [stretch.rows for stretch in layout.stretches])
+    return _summed(layout, stretch_rows(layout))
 
 
-def _with_padding(layout: Layout, sizes: Sequence[int]) -> Tensor:
-    padding = [rows for rows in layout.paddings if rows > 0]
-    lengths = torch.tensor([0, *sizes, *padding], dtype=torch.int64, device="cpu")
+def stretch_rows(layout: Layout) -> list[int]:
+    """Tokens of each stretch, then of each rank's padding."""
+    return [*(stretch.rows for stretch in layout.stretches), *filter(None, layout.paddings)]
+
+
+def _summed(layout: Layout, sizes: Sequence[int]) -> Tensor:
+    lengths = torch.tensor([0, *sizes], dtype=torch.int64, device="cpu")
     total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
     if total > most:
         raise ValueError(

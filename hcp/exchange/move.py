@@ -107,10 +107,20 @@ def copy_rows(transport: Transport, path: Path, sources: Sequence[Tensor], stamp
     Returns (output_rows, sum of widths), the sources side by side. The gradient of a row is the sum
     of its copies' gradients.
     """
-    wire = ops.pack(sources, path.pack, path.sent_rows)
+    wire = _packed(sources, path.pack, path.sent_rows)
     moves = path.sends, path.receives
     received = exchange_rows(transport, wire, *moves, path.received_rows, stamp)
-    return ops.pack([received], path.arrange, path.output_rows)
+    return _packed([received], path.arrange, path.output_rows)
+
+
+def _packed(sources: Sequence[Tensor], segments: Tensor, rows: int) -> Tensor:
+    """Rows as ``ops.pack`` gathers them: the source itself where it has them in their order, as
+    aligned as memory of their own."""
+    source, *others = sources
+    in_order = len(segments) == 1 and segments.tolist() == [[0, len(source)]]
+    if in_order and not others and source.is_contiguous() and source.storage_offset() == 0:
+        return source
+    return ops.pack(sources, segments, rows)
 
 
 def exchange_rows(

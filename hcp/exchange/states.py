@@ -22,19 +22,23 @@ from torch import Tensor
 
 from hcp import _core
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.layout import Layout, tensor_of
+from hcp.exchange.layout import Layout, copied, tensor_of
 from hcp.exchange.move import copy_rows_of
 from hcp.exchange.sizes import ROUND_BYTES
 from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.transport import Transport
+
+_CPU = torch.device("cpu")
 
 
 class StatePasses:
     """The ways in which states of a micro-batch get from rank to rank: made once, for all layers.
     ``csrc/include/hcp/hcp.h`` says which ways there are."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
+        """``device``: of the states."""
         self._core, self._place = layout.plan.core, (layout.micro_batch, layout.rank)
+        self._device = device
         self._chosen: dict[int, bool] = {}
         self._made: dict[bool, StateTable] = {}
 
@@ -45,8 +49,8 @@ class StatePasses:
             self._chosen[row_bytes] = self._core.states_by_rounds(*place, row_bytes, ROUND_BYTES)
         by_rounds = self._chosen[row_bytes]
         if by_rounds not in self._made:
-            words = self._core.states(*self._place, by_rounds)
-            self._made[by_rounds] = StateTable(tensor_of(words, torch.int64), by_rounds)
+            words = tensor_of(self._core.states(*self._place, by_rounds), torch.int64)
+            self._made[by_rounds] = StateTable(words, by_rounds, self._device)
         return self._made[by_rounds]
 
 
@@ -56,10 +60,11 @@ class StateTable(Sections):
     SECTIONS = _core.STATES_SECTIONS
     PLACES = places(SECTIONS)
 
-    def __init__(self, words: Tensor, by_rounds: bool) -> None:
+    def __init__(self, words: Tensor, by_rounds: bool, device: torch.device = _CPU) -> None:
         super().__init__(words)
         self.by_rounds = by_rounds
         self.paths = self._paths()
+        self._device = device
 
     def _paths(self) -> list[StatePath]:
         pack, arrange = self.section("PACK"), self.section("ARRANGE")
@@ -76,12 +81,11 @@ class StateTable(Sections):
 
     @cached_property
     def wanting(self) -> list[Tensor]:
-        """int64: this rank's spans that want a map in each round."""
-        return list(
-            torch.split(self.section("WANTING").flatten(), [x.output_rows for x in self.paths])
-        )
+        """int64, on the device: this rank's spans that want a map in each round."""
+        wanting = copied(self.section("WANTING").flatten(), self._device)
+        return list(torch.split(wanting, [x.output_rows for x in self.paths]))
 
-    @property
+    @cached_property
     def starts(self) -> int:
         """Documents and texts of this rank's spans."""
         return int(self.section("SIZES"))
@@ -96,6 +100,19 @@ class StateTable(Sections):
     def entering(self) -> Tensor:
         """int64 (spans,): the states, of all levels, that enter this rank's spans."""
         return self.section("ENTERING").flatten()
+
+    @cached_property
+    def taken(self) -> list[Tensor | slice]:
+        """The levels, and then what enters, as they index tensors of the device."""
+        return [_index_of(rows, self._device) for rows in (*self.levels, self.entering)]
+
+
+def _index_of(rows: Tensor, device: torch.device) -> Tensor | slice:
+    """Numbers of rows as an index: a slice where they are evenly apart, which gathers nothing."""
+    steps = {*rows.diff().tolist()} or {1}
+    if len(rows) == 0 or len(steps) > 1 or min(steps) < 1:
+        return copied(rows, device)
+    return slice(int(rows[0]), int(rows[-1]) + 1, *steps)
 
 
 @dataclass
@@ -135,15 +152,14 @@ def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> Map
     """Make the rule of maps (state, decay), for a product of a decay and a state. ``initial``:
     zeros, with which nothing is multiplied, since decays may be infinite."""
 
-    def after(maps: Parts, before: Tensor) -> Tensor:
+    def after(maps: Parts, before: Parts) -> Parts:
         state, decay = maps
-        return multiply(decay, before) + state
+        decay = decay.contiguous()  # a view would keep all that arrived until the backward
+        first, *others = (multiply(decay, part) for part in before)
+        return first + state, *others
 
     return MapRule(
-        lambda earlier, later: (after(later, earlier[0]), multiply(later[1], earlier[1])),
-        lambda maps, states: (after(maps, states[0]),),
-        lambda maps: maps[:1],
-        (initial,),
+        lambda earlier, later: after(later, earlier), after, lambda maps: maps[:1], (initial,)
     )
 
 
@@ -153,12 +169,25 @@ class Maps(NamedTuple):
     parts: Parts
     rule: MapRule
 
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether parts differ in the last size at most. Then views of one tensor are its rows in
+        one copy, and rows are such views."""
+        sizes = {part.shape[1:-1] for part in self.parts}
+        return len(sizes) == 1 and all(part.dim() > 1 for part in self.parts)
+
     def rows(self) -> Tensor:
+        if self._side_by_side:
+            return torch.cat(self.parts, -1).flatten(1)
         return torch.cat([part.flatten(1) for part in self.parts], 1)
 
     def of_rows(self, rows: Tensor) -> Parts:
         """Maps like these, of rows as ``rows`` gives them."""
         sizes = [part.shape[1:] for part in self.parts]
+        if self._side_by_side:
+            widths = [size[-1] for size in sizes]
+            both = rows.view(len(rows), *sizes[0][:-1], sum(widths))
+            return torch.split(both, widths, -1)
         parts = torch.split(rows, [math.prod(size) for size in sizes], 1)
         return tuple(
             part.reshape(len(rows), *size) for part, size in zip(parts, sizes, strict=True)
@@ -189,22 +218,29 @@ def _by_gathering(
 ) -> Parts:
     (path,) = table.paths
     arrived = copy_rows_of(transport, path, rows, stamp)
+    sizes = [len(kept) for kept in table.levels]
+    own = zip(*(torch.split(part, sizes) for part in maps.of_rows(arrived)), strict=True)
     # Of a rank that only sends, too, the result depends on what arrived: gradients come that way.
-    levels = [_initial(maps, table.starts, arrived)]
-    own = torch.split(arrived, [len(kept) for kept in table.levels])
-    for number, (kept, part) in enumerate(zip(table.levels, own, strict=True)):
-        level = maps.of_rows(part)
-        states = tuple(state[kept.to(arrived.device)] for state in levels[-1])
+    levels = [_initial(maps, table.starts, None if sizes else arrived)]
+    *taken, entering = table.taken
+    for number, (kept, level) in enumerate(zip(taken, own, strict=True)):
+        states = tuple(_taken(state, kept) for state in levels[-1]) if number else ()
         levels.append(_applied(maps.rule, level, states) if number else maps.rule.start(level))
-    wanted = table.entering.to(arrived.device)
-    return tuple(torch.cat(states)[wanted] for states in zip(*levels, strict=True))
+    return tuple(_taken(torch.cat(states), entering) for states in zip(*levels, strict=True))
+
+
+def _taken(states: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of states in memory of their own: a view of some would keep all."""
+    part = states[rows]
+    is_part = isinstance(rows, slice) and len(part) < len(states)
+    return part.clone() if is_part else part.contiguous()
 
 
 def _by_rounds(
     transport: Transport, table: StateTable, maps: Maps, rows: Tensor, stamp: Stamp
 ) -> Parts:
     arrived = copy_rows_of(transport, table.paths[0], rows, stamp)
-    first, *later = (spans.to(rows.device) for spans in table.wanting)
+    first, *later = table.wanting
     # Rows of the map of the spans before each of this rank's, as far as is known.
     before = torch.zeros_like(rows).index_copy(0, first, arrived)
     for path, own in zip(table.paths[1:], later, strict=True):
@@ -212,16 +248,16 @@ def _by_rounds(
         both = maps.combined(maps.of_rows(arrived), maps.of_rows(before[own]))
         before = before.index_copy(0, own, both)
     entering = maps.rule.start(maps.of_rows(before[first]))
-    starts = _initial(maps, len(rows), arrived)
+    starts = _initial(maps, len(rows))
     return tuple(
         start.index_copy(0, first, state) for start, state in zip(starts, entering, strict=True)
     )
 
 
-def _initial(maps: Maps, count: int, arrived: Tensor) -> Parts:
-    """States of the starts of documents, which depend on no row that arrived."""
-    touched = arrived[:0].sum()
-    return tuple(one.expand(count, *one.shape[1:]) + touched for one in maps.rule.initial)
+def _initial(maps: Maps, count: int, arrived: Tensor | None = None) -> Parts:
+    """States of the starts of documents, which depend on no row that arrived, if given."""
+    starts = tuple(one.expand(count, *one.shape[1:]) for one in maps.rule.initial)
+    return starts if arrived is None else tuple(x + arrived[:0].sum() for x in starts)
 
 
 def _applied(rule: MapRule, maps: Parts, states: Parts) -> Parts:

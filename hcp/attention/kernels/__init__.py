@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from hcp import _core
-from hcp.errors import HcpError
-from hcp.exchange.layout import tensor_of
+from hcp.exchange.layout import copied, tensor_of
 from hcp.exchange.tables import Entry, Sections, places
 
 _Rows: TypeAlias = "slice[int, int, None]"
@@ -120,21 +119,6 @@ class Launch:
             queries, keys = copied(bounds, device)
             self._bounds = queries, keys
         return self._bounds
-
-
-def copied(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table of the host to a device, where it is kept. The host does not wait for what a GPU
-    has to do before. Raises HcpError in a CUDA graph, which copies when it is replayed."""
-    if device.type != "cuda":
-        return table.to(device)
-    if torch.cuda.is_current_stream_capturing():
-        raise HcpError(
-            "a CUDA graph captures the first call of its kind, which copies a table that later "
-            "calls read, expected calls that were made before: run the layer once, forward and "
-            "backward, before the capture",
-            code="cuda-graph",
-        )
-    return table.pin_memory().to(device, non_blocking=True)
 
 
 ResultGrads: TypeAlias = tuple[Tensor, Tensor | None]

@@ -29,7 +29,6 @@ from hcp.attention.kernels import (
     KernelCall,
     Launch,
     ResultGrads,
-    copied,
     nan_for_infinity,
     wide,
 )
@@ -41,6 +40,7 @@ from hcp.attention.kernels.shapes import (
     widened,
 )
 from hcp.errors import HcpError
+from hcp.exchange.layout import copied
 
 LEAST_VERSION = 91002
 """As ``cudnn.backend_version`` gives it: of a release before it, attention is known to be wrong."""
