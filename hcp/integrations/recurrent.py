@@ -12,15 +12,15 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
-from hcp.exchange.layout import span_rows
+from hcp.exchange.layout import copied, span_rows, stretch_rows
 from hcp.integrations.span_pieces import pieces_of, read, written
 from hcp.step.handler import ContextParallelHandler
 
@@ -172,29 +172,31 @@ def _delta_by_states(
         states, transitions = torch.split(none, [width, keys], -1)
         entering = cp.scan.pass_states(states, transition=transitions)
         return _touched(value, query, key, entering, *gates.values())
-    identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, heads, keys, keys)
-    spans, outs, made = _slices(sizes), [value] * len(sizes), [value] * len(sizes)
-    begins = _begin_documents(cp)
-    first, later = ([i for i, begun in enumerate(begins) if begun == b] for b in (True, False))
-    for chosen, more in ((first, 0), (later, keys)):
-        mine, within = [spans[i] for i in chosen], [sizes[i] for i in chosen]
-        q, k, v, *own = (_joined(x, mine) for x in (query, key, value, *gates.values()))
-        given = rule, q, k, F.pad(v, (0, more)), dict(zip(gates, own, strict=True)), options
-        out, ends = _delta_of(within, *given, start=F.pad(identity[..., :more], (width, 0)))
-        for i, part, end in zip(chosen, torch.split(out, within), ends, strict=True):
-            outs[i], made[i] = part, F.pad(end.to(dtype), (0, keys - more))
-    states, transitions = torch.split(torch.stack(made), [width, keys], -1)
+    turns = _turns_of(tuple(sizes), tuple(_begin_documents(cp)))
+    inputs = [_parted(x, turns.rows) for x in (query, key, value, *gates.values())]
+    outs, ends = [], []
+    for turn, within in enumerate(turns.within):
+        q, k, v, *own = (x[turn] for x in inputs)
+        start = None
+        if turn == turns.entered:
+            v = torch.cat([v, v.new_zeros(()).expand(*v.shape[:2], keys)], 2)
+            start = v.new_zeros(len(within), heads, keys, width + keys, dtype=dtype)
+            start[..., width:].diagonal(dim1=2, dim2=3).fill_(1)
+        given = rule, q, k, v, dict(zip(gates, own, strict=True)), options
+        out, end = _delta_of(within, *given, start, ends=True)
+        outs.append(out)
+        ends.append(end.to(dtype) if start is not None else F.pad(end.to(dtype), (0, keys)))
+    states, transitions = torch.split(_in_turns(ends, turns.spans), [width, keys], -1)
     entering = cp.scan.pass_states(states, transition=transitions)
-    if not later:  # gradients of what others took come this way
-        return _touched(torch.cat(outs), entering[:0])
-    pieces = pieces_of(tuple(within), value.device)
-    entered = entering[torch.tensor(later, device="cpu").to(value.device)].transpose(2, 3)
+    if turns.entered == len(outs):  # gradients of what others took come this way
+        return _touched(*outs, entering[:0])
+    entered = _parted(entering, turns.spans)[turns.entered].transpose(2, 3)
+    out, reads = torch.split(outs[turns.entered], [width, keys], -1)
+    pieces = pieces_of(tuple(turns.within[turns.entered]), value.device)
     with _without_autocast(value):
-        added = read(pieces, out[..., width:], entered.to(out.dtype))  # as kernels read states
-    whole = out[..., :width] + pieces.joined(added)
-    for i, part in zip(later, torch.split(whole, within), strict=True):
-        outs[i] = part
-    return torch.cat(outs)
+        added = read(pieces, reads, entered.to(out.dtype))  # as kernels read states
+    outs[turns.entered] = out + pieces.joined(added)
+    return _in_turns(outs, turns.rows)
 
 
 def _delta_by_heads(
@@ -208,7 +210,8 @@ def _delta_by_heads(
 ) -> Tensor:
     """Each rank computes whole sequences of some value heads."""
     heads, keys = value.shape[1], key.shape[2]
-    query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
+    if key.shape[1] != heads:
+        query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
     mixed = cp.whole.sequence_to_head(torch.cat([query, key, value], 2), branches=True)
     parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
     widths = [x.shape[2] for x in parts]
@@ -219,8 +222,8 @@ def _delta_by_heads(
         for (name, gate), x in zip(gates.items(), own, strict=True)
     }
     query, key, value = torch.split(mixed, [keys, keys, mixed.shape[2] - 2 * keys], 2)
-    sizes = cp.whole.stretch_cu_seqlens.diff().tolist()
-    out = _delta_of_trees(sizes, cp.whole.parents, rule, query, key, value, mine, options)
+    given = rule, query, key, value, mine, options
+    out = _delta_of_trees(stretch_rows(cp.layout), cp.whole.parents, *given)
     return cp.whole.head_to_sequence(out, heads)
 
 
@@ -239,15 +242,14 @@ def _delta_of_trees(
     levels = levels_of(parents, len(sizes))
     if len(levels) <= 1:
         return _delta_of(sizes, rule, query, key, value, gates, options)[0]
-    spans, outs = _slices(sizes), [value] * len(sizes)
-    starts = value.new_zeros(1, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(value))
-    ends = [starts] * len(sizes)
+    inputs = [torch.split(x, sizes) for x in (query, key, value, *gates.values())]
+    outs, ends = [value] * len(sizes), [value] * len(sizes)
     for number, level in enumerate(levels):
-        mine, within = [spans[i] for i in level], [sizes[i] for i in level]
-        q, k, v = (_joined(x, mine) for x in (query, key, value))
-        own = {name: _joined(gate, mine) for name, gate in gates.items()}
-        start = torch.cat([ends[parents[i]] for i in level]) if number else starts
-        out, made = _delta_of(within, rule, q, k, v, own, options, start)
+        within = [sizes[i] for i in level]
+        q, k, v, *mine = (_end_to_end([x[i] for i in level]) for x in inputs)
+        own = dict(zip(gates, mine, strict=True))
+        start = _end_to_end([ends[parents[i]] for i in level]) if number else None
+        out, made = _delta_of(within, rule, q, k, v, own, options, start, ends=True)
         for i, part, end in zip(level, torch.split(out, within), torch.split(made, 1), strict=True):
             outs[i], ends[i] = part, end
     return torch.cat(outs)
@@ -265,9 +267,48 @@ def levels_of(parents: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ..
     return tuple(map(tuple, levels))
 
 
-def _joined(x: Tensor, spans: list[slice]) -> Tensor:
-    rows = sum(span.stop - span.start for span in spans)
-    return x[:rows] if rows in (0, len(x)) else torch.cat([x[span] for span in spans])
+class _Turns(NamedTuple):
+    """Spans in turns, those that begin documents and those that states enter: consecutive ones of a
+    kind are a run, and runs of both kinds take turns."""
+
+    entered: int
+    """The turn whose spans states enter, of the first (0) and the second (1): which may be none."""
+    rows: list[int]
+    """Of each run."""
+    spans: list[int]
+    """Of each run."""
+    within: list[list[int]]
+    """The rows of each span of a turn."""
+
+
+@functools.lru_cache(maxsize=64)  # one for all layers of a micro-batch
+def _turns_of(sizes: tuple[int, ...], begins: tuple[bool, ...]) -> _Turns:
+    runs = [
+        [size for size, _ in run]
+        for _, run in itertools.groupby(zip(sizes, begins, strict=True), lambda span: span[1])
+    ]
+    within = [list(itertools.chain(*runs[turn::2])) for turn in range(min(2, len(runs)))]
+    return _Turns(int(begins[0]), [*map(sum, runs)], [*map(len, runs)], within)
+
+
+def _parted(x: Tensor, runs: list[int]) -> list[Tensor]:
+    """The rows of each turn, of which `runs` says how many each run has."""
+    if len(runs) == 1:
+        return [x]
+    parts = torch.split(x, runs)
+    return [_end_to_end(parts[turn::2]) for turn in range(2)]
+
+
+def _in_turns(turns: list[Tensor], runs: list[int]) -> Tensor:
+    """Undo `_parted`."""
+    if len(runs) <= 2:
+        return _end_to_end(turns)
+    parts = [iter(torch.split(x, runs[turn::2])) for turn, x in enumerate(turns)]
+    return torch.cat([next(parts[i % 2]) for i in range(len(runs))])
+
+
+def _end_to_end(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _begin_documents(cp: ContextParallelHandler) -> list[bool]:
@@ -288,28 +329,30 @@ def _delta_of(
     gates: Gates,
     options: dict[str, Any],
     start: Tensor | None = None,
+    *,
+    ends: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Output (T, H, V) of runs of rows, from the states `start`, (1, H, K, V) of all or one of
-    each, and the states at their ends, if `start` is given. One call, where the rule takes the
-    bounds of a pack."""
+    """Output (T, H, V) of runs of rows, from the states `start`, one of each, or zeros; and the
+    states at their ends, if asked. One call, where the rule takes the bounds of a pack."""
     if not sizes:
-        return _touched(value, query, key, *gates.values()), None if start is None else start[:0]
-    if start is not None:
-        start = start.expand(len(sizes), *start.shape[1:])
+        return _touched(value, query, key, *gates.values()), None
+    pack = [x.unsqueeze(0) for x in (query, key, value, *gates.values())]
+    runs: Iterable[Sequence[Tensor]] = [pack]
+    starts: Sequence[Tensor | None] = [start]
     if takes_packs(rule):
         options = {**options, "cu_seqlens": _bounds_of(tuple(sizes), value.device)}
-        spans, starts = [slice(None)], [start]
-    else:
-        spans = _slices(sizes)
-        starts = [None] * len(sizes) if start is None else list(torch.split(start, 1))
-    outs, ends = [], []
-    for span, first in zip(spans, starts, strict=True):
-        given = (x[span].unsqueeze(0) for x in (query, key, value))
-        own = {name: gate[span].unsqueeze(0) for name, gate in gates.items()}
-        out, end = rule(*given, **own, **_from(first), **options)
-        outs.append(out[0])
-        ends.append(end)
-    return torch.cat(outs), None if start is None else torch.cat(ends)
+    elif len(sizes) > 1:
+        runs = zip(*(torch.split(x, sizes, 1) for x in pack), strict=True)
+        starts = [None] * len(sizes) if start is None else torch.split(start, 1)
+    if ends:
+        options = {**options, "output_final_state": True}
+    found = []
+    for rows, first in zip(runs, starts, strict=True):
+        state = {} if first is None else {"initial_state": first}
+        own = dict(zip(gates, rows[3:], strict=True))
+        found.append(rule(*rows[:3], **own, **state, **options))
+    made = _end_to_end([end for _, end in found]) if ends else None
+    return _end_to_end([out.squeeze(0) for out, _ in found]), made
 
 
 @functools.lru_cache(maxsize=64)
@@ -317,14 +360,7 @@ def _bounds_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Those of a pack, int64. One tensor for all layers: what fla derives from it, on the host too,
     it keeps by its identity."""
     with torch.inference_mode(False):
-        return torch.tensor([0, *sizes], device="cpu").cumsum(0).to(device)
-
-
-def _from(state: Tensor | None) -> dict[str, Any]:
-    """Arguments of a rule that starts from states and gives those at the ends."""
-    if state is None:
-        return {}
-    return {"initial_state": state.contiguous(), "output_final_state": True}
+        return copied(torch.tensor([0, *sizes], device="cpu").cumsum(0), device)
 
 
 def takes_packs(rule: Rule) -> bool:
@@ -340,7 +376,7 @@ def _without_autocast(x: Tensor) -> torch.autocast:
 
 
 def _slices(sizes: list[int]) -> list[slice]:
-    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0).tolist()
+    ends = itertools.accumulate(sizes, initial=0)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hcp.exchange.layout import copied
+
 ROWS = 256
 """The most rows of a piece where spans differ. A state for each piece then takes half of what the
 rows of a head of 64 do, for states of 64 x 128 in float32."""
@@ -33,13 +35,13 @@ class SpanPieces:
         rest = torch.tensor(sizes, device="cpu")[spans] - place * self.size
         self._is_full = self.count * self.size == self.rows
         filled = torch.arange(self.size, device="cpu") < rest[:, None]
-        self._back = filled.flatten().nonzero()[:, 0].to(device)
+        self._back = copied(filled.flatten().nonzero()[:, 0], device)
         """int64 (T,): the place of each row in the pieces."""
-        self._grid = (spans * self._most + place).to(device)
+        self._grid = copied(spans * self._most + place, device)
         """int64 (M,): the place of each piece in (spans, most pieces of one)."""
-        self.of_span = spans.to(device)
+        self.of_span = copied(spans, device)
         """int64 (M,): the span of each piece."""
-        self.counts = self.counts.to(device)
+        self.counts = copied(self.counts, device)
 
     def cut(self, x: Tensor) -> Tensor:
         """(T, ...) to (M, q, ...)."""
@@ -111,7 +113,7 @@ def read(pieces: SpanPieces, reads: Tensor, states: Tensor) -> Tensor:
     groups, (heads, size) = reads.shape[1], states.shape[1:3]
     each = pieces.of_states(states)
     each = each.reshape(len(each), groups, -1, each.shape[3])
-    found = torch.einsum("mqgn,mgkn->mqgk", pieces.cut(reads), each)
+    found = (pieces.cut(reads).transpose(1, 2) @ each.mT).transpose(1, 2)
     return found.reshape(*found.shape[:2], heads, size)
 
 

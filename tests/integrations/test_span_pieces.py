@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hcp
+from hcp._words import ScanType
 from hcp.integrations import span_pieces
 from hcp.integrations.recurrent import delta_rule, mamba_states, scan_mamba
 from hcp.integrations.span_pieces import SpanPieces
@@ -141,9 +143,11 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.names.add(str(func))
         return func(*args, **kwargs or {})
 
 
@@ -173,6 +177,85 @@ def launches(lengths: list[int]) -> int:
 def test_launches_do_not_grow_with_spans() -> None:
     few, many = launches([40, 29]), launches([40, 29] * 8)
     assert many <= few + 4, (few, many)
+
+
+class Stub(torch.autograd.Function):
+    """A kernel's operator in place of fla's: two results of the right shapes, and gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, spans: int, start: Tensor | None, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        query, value = rows[0], rows[2]
+        ctx.start = start is not None
+        ctx.save_for_backward(*rows)
+        return value.clone(), value.new_empty(spans, *query.shape[2:], value.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_ends: Tensor) -> tuple[Tensor | None, ...]:
+        return None, of_ends if ctx.start else None, *ctx.saved_tensors
+
+
+def of_packs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor] = Stub.apply(
+        len(cu_seqlens) - 1, initial_state, query, key, value, g, beta
+    )  # type: ignore[no-untyped-call]
+    return found[0], found[1] if output_final_state else None
+
+
+of_packs.__module__ = "fla.ops"
+
+
+def delta_operators(lengths: list[int], scan_type: ScanType) -> list[tuple[Calls, Calls]]:
+    """Those of the forward and of the backward of a gated delta rule, on two ranks, after the calls
+    that make tables."""
+
+    def run(groups: Any) -> tuple[Calls, Calls]:
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=1000, min_degree=2)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, scan_type=scan_type)
+        wide = [torch.randn(cp.rows, 4, 8, requires_grad=True) for _ in range(3)]
+        gates = {name: torch.rand(cp.rows, 4, requires_grad=True) for name in ("g", "beta")}
+        for _ in range(2):
+            with Calls() as forward:
+                out = delta_rule(cp, of_packs, *wide, gates)
+            with Calls() as backward:
+                torch.autograd.grad(out, [*wide, *gates.values()], torch.ones_like(out))
+        return forward, backward
+
+    return hcp.loopback(2, run)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "scan_type", "most"),
+    [
+        ([64], "pass_states", (90, 85)),
+        ([64, 32, 16], "pass_states", (110, 140)),
+        ([64], "sequence_to_head", (70, 70)),
+    ],
+    ids=str,
+)
+def test_a_delta_rule_queues_few_operators_beside_its_kernel(
+    lengths: list[int], scan_type: ScanType, most: tuple[int, int]
+) -> None:
+    """Each takes time of a host, which queues them faster than a GPU computes them, or slower."""
+    for forward, backward in delta_operators(lengths, scan_type):
+        assert forward.count <= most[0]
+        assert backward.count <= most[1]
+
+
+@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
+def test_a_delta_rule_neither_makes_tables_nor_reads_on_the_host(scan_type: ScanType) -> None:
+    """Once they are made: a host that copies numbers to a GPU, or from it, waits for the GPU."""
+    for calls in itertools.chain(*delta_operators([64, 3, 30], scan_type)):
+        assert not calls.names & {"aten.lift_fresh.default", "aten._local_scalar_dense.default"}
 
 
 @pytest.mark.parametrize("lengths", [[32], [32, 16, 8]], ids=str)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hcp.attention.scan_types import SEQUENCE_TO_HEAD
+from hcp.exchange.layout import stretch_rows
 from hcp.integrations.recurrent import convolve, delta_rule, mamba_work, scan_mamba
 from hcp.step.handler import ContextParallelHandler
 
@@ -222,7 +223,7 @@ def _scanned_by_heads(
 
 
 def _stretches(cp: ContextParallelHandler, parts: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    lengths = cp.whole.stretch_cu_seqlens.diff().tolist()
+    lengths = stretch_rows(cp.layout)
     return [torch.split(part, lengths) for part in parts]
 
 
