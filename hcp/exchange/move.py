@@ -117,13 +117,8 @@ def _packed(sources: Sequence[Tensor], segments: Tensor, rows: int) -> Tensor:
     """Rows as ``ops.pack`` gathers them: the source itself where it has them in their order, as
     aligned as memory of their own."""
     source, *others = sources
-    alone = not others and source.is_contiguous() and source.storage_offset() == 0
-    if (
-        alone
-        and len(segments) == 1
-        and segments.tolist() == [[0, len(source)]]
-        and rows == len(source)
-    ):
+    in_order = rows == len(source) and len(segments) == 1 and segments.tolist() == [[0, rows]]
+    if in_order and not others and source.is_contiguous() and source.storage_offset() == 0:
         return source
     return ops.pack(sources, segments, rows)
 
