@@ -334,7 +334,7 @@ class Layer:
         if name == HEADS:
             moved = self.rows * (degree - 1) * self.row_bytes // degree**2
             return moved, 2 * moved
-        paths = StatePasses(self.cp.layout).choose(self.state_bytes).paths
+        paths = StatePasses(self.cp.layout, self.device).choose(self.state_bytes).paths
         taken, given = (
             sum(
                 move.rows for path in paths for move in getattr(path, way) if move.peer != self.rank

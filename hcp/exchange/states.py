@@ -28,14 +28,12 @@ from hcp.exchange.sizes import ROUND_BYTES
 from hcp.exchange.tables import Move, Sections, places
 from hcp.exchange.transport import Transport
 
-_CPU = torch.device("cpu")
-
 
 class StatePasses:
     """The ways in which states of a micro-batch get from rank to rank: made once, for all layers.
     ``csrc/include/hcp/hcp.h`` says which ways there are."""
 
-    def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         """``device``: of the states."""
         self._core, self._place = layout.plan.core, (layout.micro_batch, layout.rank)
         self._device = device
@@ -60,7 +58,7 @@ class StateTable(Sections):
     SECTIONS = _core.STATES_SECTIONS
     PLACES = places(SECTIONS)
 
-    def __init__(self, words: Tensor, by_rounds: bool, device: torch.device = _CPU) -> None:
+    def __init__(self, words: Tensor, by_rounds: bool, device: torch.device) -> None:
         super().__init__(words)
         self.by_rounds = by_rounds
         self.paths = self._paths()

@@ -19,7 +19,7 @@ from hcp.exchange.states import StateTable
 
 def table_of(layout: Layout, by_rounds: bool) -> StateTable:
     words = layout.plan.core.states(layout.micro_batch, layout.rank, by_rounds)
-    return StateTable(tensor_of(words, torch.int64), by_rounds)
+    return StateTable(tensor_of(words, torch.int64), by_rounds, torch.device("cpu"))
 
 
 def check(layout: Layout) -> None:

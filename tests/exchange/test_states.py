@@ -283,7 +283,7 @@ def test_bytes_do_not_depend_on_the_length() -> None:
 @pytest.mark.parametrize(("degree", "by_rounds"), [(2, False), (3, False), (4, True), (8, True)])
 def test_rounds_are_taken_where_they_bring_fewer_bytes(degree: int, by_rounds: bool) -> None:
     plan = hcp.plan([160], ranks=degree, max_tokens_per_rank=160, min_degree=degree)
-    passes = passing.StatePasses(Layout(plan, 0, 0))
+    passes = passing.StatePasses(Layout(plan, 0, 0), torch.device("cpu"))
     assert passes.choose(1 << 30).by_rounds == by_rounds
     assert not passes.choose(1 << 10).by_rounds
 
@@ -445,7 +445,7 @@ def test_states_travel_by_rounds_where_links_between_nodes_make_that_cheaper(
         cost=hcp.CostModel(exchange=1, exchange_far=far),
     )
     for rank in range(8):
-        chosen = passing.StatePasses(Layout(plan, 0, rank)).choose(2**16)
+        chosen = passing.StatePasses(Layout(plan, 0, rank), torch.device("cpu")).choose(2**16)
         assert chosen.by_rounds == by_rounds
 
 

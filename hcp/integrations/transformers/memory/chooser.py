@@ -319,7 +319,7 @@ class _Step:
         beside_offloaded = self.kept_held if offloaded > 1 else self.again_held if lean else 0
         beside_lean = self.again_held if lean > 1 else 0
         held = held_again + kept * self.kept_held or leaving
-        weights, forwards = self.weights, [0]
+        weights, forwards = self.weights, list[int]()
         found = {
             "the loss": weights.loss() + held + self.loss,
             "the backward of the last norm": weights.norm_backward() + held + self.norm_backward,
