@@ -387,6 +387,8 @@ def loopback(
     def run(rank: int) -> None:
         this_thread.ranks = ranks
         try:
+            if world.device.index is not None:  # a thread begins on the first GPU, which others may use
+                torch.accelerator.set_device_index(world.device.index)
             # One thread serves all backwards of a GPU otherwise, and would wait for itself.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(LoopbackGroups(kind(world, rank)))

@@ -1,10 +1,12 @@
-"""Copies of the next step run while this one computes, and are there when they are read."""
+"""Copies of the next step run while this one computes, and are there when they are read; the threads
+of hcp.loopback compute on the GPU that they are given, and on no other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import hcp
 from hcp.step.device_copies import DeviceCopies
 
 pytestmark = [
@@ -52,3 +54,11 @@ def test_what_comes_next_reads_the_rows_and_no_later_ones() -> None:
         read.append(torch.stack([moved.min(), moved.max()]))
         del moved
     assert [each.tolist() for each in read] == [[i, i] for i in range(len(steps))]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_that_are_threads_begin_on_the_gpu_of_their_tensors() -> None:
+    def device_of_a_rank(groups: object) -> int:
+        return torch.cuda.current_device()
+
+    assert hcp.loopback(2, device_of_a_rank, device="cuda:1") == [1, 1]
