@@ -20,29 +20,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, copied
 from hcp.planning.plan import Plan
 from hcp.step.handler import ContextParallelHandler
+
+
+CPU = torch.device("cpu")
 
 
 def part_of_rows(cp: ContextParallelHandler, rows: int) -> Tensor:
     """Number the part of each of a model's rows on this rank, int64 (rows,): P for padding and for
     rows that stand in, which come last."""
-    device, layout = cp.cu_seqlens.device, cp.layout
-    padding = rows - (cp.rows - layout.padding)
+    return _part_of_rows(cp.layout, rows, cp.cu_seqlens.device)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _part_of_rows(layout: Layout, rows: int, device: torch.device) -> Tensor:
     if layout.has_branches:
         texts = _texts_of(layout)
-        sizes = torch.tensor([*(span.rows for span in layout.spans), padding], device=device)
-        numbers = torch.tensor([*texts.of_spans, len(texts.rows)], device=device)
+        numbers, sizes = texts.of_spans, [span.rows for span in layout.spans]
     else:
-        sizes = torch.cat([cp.cu_seqlens.diff(), torch.tensor([padding], device=device)])
-        numbers = torch.arange(len(sizes), device=device)
-    return numbers.repeat_interleave(sizes.long(), output_size=rows)
+        sizes = layout.cu_seqlens.diff().tolist()
+        numbers = list(range(len(sizes)))
+    padding = rows - (layout.rows - layout.padding)
+    each = torch.tensor([*sizes, padding], device=CPU)
+    parts = torch.tensor([*numbers, _part_count(layout)], device=CPU)
+    return copied(parts.repeat_interleave(each, output_size=rows), device)
 
 
 def part_count(cp: ContextParallelHandler) -> int:
     """Return P."""
-    layout = cp.layout
+    return _part_count(cp.layout)
+
+
+def _part_count(layout: Layout) -> int:
     return len(_texts_of(layout).rows if layout.has_branches else layout.sequences)
 
 
@@ -65,8 +77,8 @@ def part_counts(cp: ContextParallelHandler, chosen: Tensor, experts: int) -> Ten
 def batch_sum(cp: ContextParallelHandler, sums: Tensor) -> Tensor:
     """Sum over parts (P, W), each once for each text through it: (W,), with gradients."""
     if cp.layout.has_branches:
-        texts = _texts_of(cp.layout)
-        sums = sums * texts.through(texts.ends.unsqueeze(1)).to(sums)
+        texts = _texts_of(cp.layout, sums.device)
+        sums = sums * texts.through(texts.ends.unsqueeze(1)).to(sums.dtype)
     return sums.sum(0)
 
 
@@ -84,11 +96,16 @@ def text_means(cp: ContextParallelHandler, counts: Tensor, power: int) -> Tensor
     their rows to some power: (P, W). `counts` (P, W): of all ranks of the group."""
     layout = cp.layout
     if not layout.has_branches:
-        rows = torch.tensor(layout.lengths, dtype=torch.float64, device=counts.device)
-        return counts / rows.pow(power).unsqueeze(1)
-    texts = _texts_of(layout)
-    shares = (texts.ends / texts.along(texts.rows).pow(power)).to(counts).unsqueeze(1)
+        return counts / _lengths_of(layout, counts.device).pow(power).unsqueeze(1)
+    texts = _texts_of(layout, counts.device)
+    shares = (texts.ends / texts.along(texts.rows).pow(power)).unsqueeze(1)
     return texts.through(texts.along(counts) * shares)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _lengths_of(layout: Layout, device: torch.device) -> Tensor:
+    return copied(torch.tensor(layout.lengths, dtype=torch.float64, device=CPU), device)
 
 
 def sequence_balance(cp: ContextParallelHandler, counts: Tensor, sums: Tensor) -> Tensor:
@@ -149,12 +166,20 @@ class _Texts(NamedTuple):
         """Sum each part (P, ...) and all that go on from it."""
         x = x.clone()
         for own, parents in reversed(self.levels):
-            x.index_add_(0, parents.to(x.device), x[own])
+            x.index_add_(0, parents, x[own])
         return x
 
 
 @lru_cache(maxsize=8)
-def _texts_of(layout: Layout) -> _Texts:
+@torch.inference_mode(False)
+def _texts_of(layout: Layout, device: torch.device = CPU) -> _Texts:
+    """On a device: a copy, which no layer waits for."""
+    if device != CPU:
+        texts = _texts_of(layout)
+        levels = [(copied(own, device), copied(above, device)) for own, above in texts.levels]
+        return texts._replace(
+            rows=copied(texts.rows, device), ends=copied(texts.ends, device), levels=levels
+        )
     layout.plan.core.expect_trees("a loss or count of routers")
     starts, rows, parents, depths = list[tuple[int, int]](), list[int](), list[int](), list[int]()
     number: list[int] = []  # the part of each stretch
@@ -176,13 +201,16 @@ def _texts_of(layout: Layout) -> _Texts:
     for part, depth in enumerate(depths):
         if depth:
             levels[depth - 1].append(part)
-    ends = torch.ones(len(rows), dtype=torch.float64)
+    ends = torch.ones(len(rows), dtype=torch.float64, device=CPU)
     ends[[part for part in set(parents) if part >= 0]] = 0
     places = {sequence: place for place, sequence in enumerate(layout.sequences)}
     return _Texts(
-        torch.tensor(rows, dtype=torch.float64),
+        torch.tensor(rows, dtype=torch.float64, device=CPU),
         ends,
-        [(torch.tensor(own), torch.tensor([parents[i] for i in own])) for own in levels],
+        [
+            (torch.tensor(own, device=CPU), torch.tensor([parents[i] for i in own], device=CPU))
+            for own in levels
+        ],
         [bisect_right(starts, (places[span.sequence], span.start)) - 1 for span in layout.spans],
     )
 
