@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcp import _versions as versions
+from hcp.integrations import columns
 from hcp.integrations.columns import causal_lm_sample, causal_lm_samples
 
 # ---- what a document says of its tokens, by hand -------------------------------------------------
@@ -103,6 +104,30 @@ def test_a_document_may_come_in_any_form(form: str) -> None:
     sample = causal_lm_sample(item)
     assert sample["input_ids"].tolist() == [5, 6, 7, 8]
     assert sample["labels"].tolist() == [-100, 7, 8, -100]
+
+
+NUMBERS = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.booleans(),
+    st.integers(2**63, 2**65),
+    st.floats(-9, 9),
+    st.none(),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.integers(-9, 9).map(numpy.int64),
+    st.integers(-9, 9).map(torch.tensor),
+)
+
+
+@given(st.one_of(st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(NUMBERS, max_size=4)))
+def test_a_list_gives_the_integers_that_torch_makes_of_it(numbers: list[Any]) -> None:
+    try:
+        wanted = torch.as_tensor(numbers).to(torch.int64)
+        mine = columns._tensor(numbers).to(torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        with pytest.raises(type(error)):
+            columns._tensor(numbers)
+    else:
+        assert torch.equal(mine, wanted)
 
 
 def test_masks_may_be_bools() -> None:
