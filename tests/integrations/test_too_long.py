@@ -165,9 +165,9 @@ def test_a_sample_that_is_refused_is_told_of_by_its_place_in_the_dataset() -> No
     """In the second batch, on the second rank, where others know its length alone."""
     data = Items({"input_ids": list(range(length))} for length in (3, 16, 2, 5, 17, 9))
     limit = "tokens, expected at most 16, which all ranks hold together: the fullest of 2 ranks"
-    for given, place in ((data, "dataset[4]"), (Stream(data), "stream[4]")):
+    for dataset, place in ((data, "dataset[4]"), (Stream(data), "stream[4]")):
         said = f"{place}: it has 17 {limit} (max_degree) would hold 9 rows, expected <= 8 (max_seq"
-        first, second = try_ranks(2, refused_by_a_loader, given)
+        first, second = try_ranks(2, refused_by_a_loader, dataset)
         assert f"rank 1 failed: ValueError: {said}" in first.message
         assert second.message.startswith(said)
     pack = Items([{"input_ids": list(range(20)), "seq_lengths": [3, 17]}])
