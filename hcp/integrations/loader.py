@@ -182,6 +182,7 @@ class DynamicCPCollator:
         sequences of these lengths. `fields`: see `hcp.dispatch`."""
         expect_groups(groups)
         self.config, self.groups, self.to_sample = config, groups, to_sample
+        self._fields, self._alignment = fields or {}, alignment
         ranks = groups.size("dp_cp")
         self.planner = StepPlanner.of(
             config,
@@ -202,9 +203,39 @@ class DynamicCPCollator:
         rank."""
         return self.planner.step(self.samples_of(items), self.groups)
 
-    def samples_of(self, items: Iterable[Any]) -> Iterator[Given]:
-        """Yield the samples of items, as they are read."""
-        return (sample for item in items for sample in samples_of(self.to_sample, item))
+    def samples_of(
+        self, items: Iterable[Any], place: Callable[[int], str] = "item {} of this rank".format
+    ) -> Iterator[Given]:
+        """Yield the samples of items, as they are read. `place`: names the place of the item of
+        this number, for errors."""
+        for number, item in enumerate(items):
+            try:
+                samples = samples_of(self.to_sample, item)
+                self._expect_room(samples)
+            except ValueError as error:
+                raise ValueError(f"{place(number)}: {error}") from error
+            yield from samples
+
+    @cached_property
+    def _longest(self) -> int:
+        return self.config.longest(self.groups.size("dp_cp"), self._alignment)
+
+    def _expect_room(self, samples: Sequence[Given]) -> None:
+        """Refuse a sample that no plan takes where it is read: other ranks know its length alone,
+        and not its place in the dataset."""
+        if self.config.too_long != "refuse":
+            return
+        for number, tokens in enumerate(tokens_of(samples, self._fields)):
+            if tokens <= self._longest:
+                continue
+            try:
+                self.planner.plan([tokens])
+            except ValueError as error:
+                which = f"document {number} has" if len(samples) > 1 else "it has"
+                raise ValueError(
+                    f"{which} {tokens} tokens, expected at most {self._longest}, which all ranks "
+                    f"hold together: {str(error).removeprefix(f'lengths[0] is {tokens}: ')}"
+                ) from None
 
 
 class DynamicCPDataLoader:
@@ -360,8 +391,11 @@ class DynamicCPDataLoader:
             elif number == 0:
                 batch = ReadItems(self._expecting_the_first_of(batch))
             if number >= start or batch.is_last:
-                own = batch.items[batches.rank :: batches.ranks]
-                yield number, batch, ReadItems(self.collate_fn.samples_of(own))
+                own = slice(batches.rank, None, batches.ranks)
+                first = number * batches.batch_size
+                where = range(first, first + len(batch.items))[own]
+                samples = self.collate_fn.samples_of(batch.items[own], _places(where, "stream"))
+                yield number, batch, ReadItems(samples)
 
     def _expecting_the_first_of(self, batch: ReadItems[Any]) -> Iterator[Any]:
         """Yield a stream's first batch. Raises ValueError where a state has another first item."""
@@ -414,8 +448,8 @@ class DynamicCPDataLoader:
                 f"the dataset has {length} samples, expected {self._length}, as when the loader "
                 "was made: its batches would leave samples out. Make another loader"
             )
-        for _ in shares:
-            yield ReadItems(self.collate_fn.samples_of(_next_of(items)))
+        for share in shares:
+            yield ReadItems(self.collate_fn.samples_of(_next_of(items), _places(share)))
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position of the next batch, and what the batches before it were made of. It
@@ -481,6 +515,11 @@ def _ended_early(batch: ReadItems[Any], number: int, start: int) -> Iterator[Any
         "after which the loader goes on: give the stream that was saved, in its epoch",
         code="dataset-ended",
     )
+
+
+def _places(indices: Sequence[int], dataset: str = "dataset") -> Callable[[int], str]:
+    """Name the places of a share's items, such as "dataset[4]"."""
+    return lambda number: f"{dataset}[{indices[number]}]"
 
 
 def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:

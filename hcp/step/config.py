@@ -325,15 +325,15 @@ class Config:
         """
         if self.min_dynamic_context_parallel_size > ranks:
             raise ValueError(
-                f"min_dynamic_context_parallel_size ({self.min_dynamic_context_parallel_size})"
-                f" > ranks ({ranks})"
+                f"min_dynamic_context_parallel_size is {self.min_dynamic_context_parallel_size},"
+                f" expected at most {ranks}, the ranks: lower it, or use more ranks"
             )
         for name in ("context_parallel_size", "eval_context_parallel_size"):
             size = getattr(self, name)
             if isinstance(size, int) and ranks % size != 0:
                 raise ValueError(
-                    f"ranks ({ranks}) % {name} ({size}) == {ranks % size}, expected 0:"
-                    f" choose one of {divisors(ranks)}"
+                    f"{name} is {size}, expected a divisor of the {ranks} ranks: choose one of"
+                    f" {divisors(ranks)}, or use another number of ranks"
                 )
         for name in ("cp_comm_type", "window_size"):
             values = self._layers(name)

@@ -648,7 +648,7 @@ def dispatch(
     said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
     agreed = said.agreed(_MUST_AGREE, {"plan": plan.to_dict, "sources": loaded_by.ranks.tolist})
     loss_tokens.set(said.loss_tokens)
-    _tell_of_no_loss(loss_tokens, loss_mask, transport)
+    _tell_of_no_loss(plan, loss_tokens, loss_mask, transport)
     rules = check_rules(fields, loss_mask)
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in agreed["fields"] or []
@@ -693,14 +693,17 @@ def _first(told: object) -> bool:
     return not known
 
 
-def _tell_of_no_loss(loss_tokens: LossTokens, loss_mask: str, transport: Transport) -> None:
+def _tell_of_no_loss(
+    plan: Plan, loss_tokens: LossTokens, loss_mask: str, transport: Transport
+) -> None:
     """Warn once, on the first rank, of a batch in which no token has a loss."""
     if loss_tokens.count == 0 and transport.rank == 0 and _first(loss_mask):
         _log.warning(
-            "hcp: no token of a global batch has a loss: %r is 0 everywhere, as labels of -100 "
-            "make it. The loss and all gradients of this batch are 0. Check how labels are "
-            "masked; further such batches are not told of",
-            loss_mask,
+            "hcp: no token of a global batch has a loss: %r is 0 for all %d tokens of its %d "
+            "sequences, as labels of -100 make it. The loss and all gradients of this batch are 0. "
+            "Check how labels are masked, and whether prompts alone fill the length at which texts "
+            "are cut; further such batches are not told of",
+            *(loss_mask, sum(plan.lengths), len(plan.lengths)),
         )
 
 

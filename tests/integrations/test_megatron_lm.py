@@ -289,7 +289,7 @@ def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
         ((*DYNAMIC, "--check-for-spiky-loss"), "--check-for-spiky-loss does not go"),
         ((*DYNAMIC, "--cuda-graph-impl", "local"), "--cuda-graph-impl local does not go"),
         ((*DYNAMIC, "--eval-context-parallel-size", "auto"), "is auto, expected a number"),
-        ((*DYNAMIC, "--eval-context-parallel-size", "3"), r"% eval_context_parallel_size \(3\)"),
+        ((*DYNAMIC, "--eval-context-parallel-size", "3"), "eval_context_parallel_size is 3, exp"),
         ((*DYNAMIC[:2], "8"), r"> max_seqlen_per_dp_cp_rank \(8\)"),
         (
             (*DYNAMIC, "--num-experts", "4", "--expert-model-parallel-size", "2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +142,63 @@ def test_a_loader_leaves_samples_out() -> None:
 
 class Items(list[dict[str, list[int]]]):
     """A dataset."""
+
+
+def refused_by_a_loader(rank: int, size: int, data: Any) -> None:
+    config = Config(8, plan_ahead=0)
+    groups = hcp.build_process_groups()
+    for _ in DynamicCPDataLoader(data, config, groups, global_batch_size=3, shuffle=False):
+        pass
+
+
+class Stream:
+    """A dataset that is read in order."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.items)
+
+
+def test_a_sample_that_is_refused_is_told_of_by_its_place_in_the_dataset() -> None:
+    """In the second batch, on the second rank, where others know its length alone."""
+    data = Items({"input_ids": list(range(length))} for length in (3, 16, 2, 5, 17, 9))
+    limit = "tokens, expected at most 16, which all ranks hold together: the fullest of 2 ranks"
+    for dataset, place in ((data, "dataset[4]"), (Stream(data), "stream[4]")):
+        said = f"{place}: it has 17 {limit} (max_degree) would hold 9 rows, expected <= 8 (max_seq"
+        first, second = try_ranks(2, refused_by_a_loader, dataset)
+        assert f"rank 1 failed: ValueError: {said}" in first.message
+        assert second.message.startswith(said)
+    pack = Items([{"input_ids": list(range(20)), "seq_lengths": [3, 17]}])
+    with pytest.raises(
+        ValueError, match=r"^dataset\[0\]: document 1 has 17 tokens, expected at mo"
+    ):
+        refused_by_a_loader_alone(pack)
+    unknown = Items([{"input_ids": [1], "idx": [2]}])
+    with pytest.raises(ValueError, match=r"^dataset\[0\]: a sample has 'idx', expected only"):
+        refused_by_a_loader_alone(unknown)
+
+
+def refused_by_a_loader_alone(data: Items) -> None:
+    def read(groups: Any) -> None:
+        config = Config(8, plan_ahead=0)
+        list(DynamicCPDataLoader(data, config, groups, global_batch_size=3))
+
+    loopback(1, read)
+
+
+def test_a_length_that_a_plan_takes_is_no_refusal_though_a_shorter_one_is() -> None:
+    """On 4 ranks 12 tokens are 3 on each, and 11 put 4 on one of them."""
+    data = Items([{"input_ids": list(range(12))}])
+    assert Config(3).longest(4) < 12
+
+    def read(groups: Any) -> list[int]:
+        config = Config(3, plan_ahead=0)
+        (step,) = DynamicCPDataLoader(data, config, groups, global_batch_size=1)
+        return list(step.plan.lengths)
+
+    assert loopback(4, read) == [[12]] * 4
 
 
 def test_evaluation_counts_samples_that_training_drops() -> None:

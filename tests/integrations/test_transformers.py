@@ -1604,6 +1604,8 @@ REFUSED_ARGUMENTS = [
     ({"batch_eval_metrics": True}, "batch_eval_metrics is True, expected False: a rank has rows"),
     ({"include_for_metrics": ["inputs"]}, "include_for_metrics is .*, expected .*: hcp gathers"),
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1: the plan"),
+    ({"per_device_train_batch_size": 0}, "train_batch_size is 0, expected an integer >= 1"),
+    ({"per_device_eval_batch_size": -1}, "eval_batch_size is -1, expected an integer >= 1"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size is True, expected False"),
     ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen is 'all', expected"),
@@ -1673,8 +1675,21 @@ def refuse_arguments(rank, size, folder):
         ):
             use()
     trainer = Trainer(build("llama"), args, train_dataset=documents([100]), cp=config)
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 100: .*expected <= 8"):
+    said = r"^dataset\[0\]: it has 100 tokens, expected at most 8, .*, expected <= 8 \(max_seqlen"
+    with pytest.raises(ValueError, match=said):
         trainer.train()
+    for name in ("eval_context_parallel_size", "min_dynamic_context_parallel_size"):
+        wide = hcp.Config(max_seqlen_per_dp_cp_rank=8, **{name: 4})
+        with pytest.raises(ValueError, match=f"{name} is 4, expected a.* 1"):
+            Trainer(build("llama"), args, cp=wide)
+    gpt2 = build("gpt2")
+    gpt2.transformer.h[1].attn.attn_dropout.p = 0.1
+    for option, model in (
+        ("attention_dropout", build("llama", attention_dropout=0.1)),
+        ("attn_pdrop", gpt2),
+    ):
+        with pytest.raises(ValueError, match=rf" 0.1, expected 0: .*pretrained\(..., {option}=0.0"):
+            Trainer(model, args, cp=config)
 
 
 def test_what_would_be_wrong_or_without_effect_is_refused(tmp_path):
@@ -1886,7 +1901,7 @@ def fail_on_one_rank(rank, size, folder):
 def test_a_bad_sample_on_one_rank_is_an_error_on_all(tmp_path):
     first, second = try_ranks(2, fail_on_one_rank, tmp_path)
     assert first.kind == "HcpError"
-    assert "rank 1 failed: ValueError: a sample has ['text'], expected 'input_ids'" in first.message
+    assert "rank 1 failed: ValueError: dataset[3]: a sample has ['text'], expected" in first.message
     assert second.kind == "ValueError"
 
 

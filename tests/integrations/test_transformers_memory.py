@@ -302,6 +302,31 @@ def test_a_number_and_its_conjugate_are_two():
     )
 
 
+def test_a_mask_that_is_expanded_over_heads_takes_its_own_bytes_and_comes_back_expanded():
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from hcp.integrations.transformers.memory.host import HostCopies
+
+    mask = torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+    expanded = mask.expand(2, 5, 6, 6)
+    host = HostCopies(torch.device("cpu"))
+    copies = host.layer(torch.nn.Identity(), [])
+    seen = copies.pack(expanded), copies.pack(mask[0, 0]), copies.pack(expanded[:, :, :, 1:2])
+    assert seen[0].parked is seen[1].parked  # the same memory
+    assert seen[0].parked.copy.numel() == 36
+    copies.computed()
+    for packed, given in zip(seen, (expanded, mask[0, 0], expanded[:, :, :, 1:2]), strict=True):
+        back = copies.unpack(packed)
+        assert torch.equal(back, given)
+        assert back.untyped_storage().nbytes() <= mask.nbytes
+        assert back.shape == given.shape
+    weight = torch.ones(2, 5, 6, 6, requires_grad=True)
+    with saved_tensors_hooks(copies.pack, copies.unpack):
+        total = (weight * expanded).sum()
+    total.backward()
+    assert torch.equal(weight.grad, expanded)
+
+
 def test_chunks_have_no_second_derivative():
     from hcp.integrations.transformers.memory.row_chunks import InChunks
 

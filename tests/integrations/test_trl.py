@@ -543,6 +543,48 @@ def refuse(rank, size, folder):
         ValueError, match="linear_cross_entropy is True with compute_loss_func, exp"
     ):
         make("SFT", data=pairs(), options={}, compute_loss_func=focal, linear_cross_entropy=True)
+    with pytest.raises(ValueError, match="pad_to_multiple_of is 64, expected None: hcp packs"):
+        make("SFT", data=pairs(), options={"pad_to_multiple_of": 64})
+    best = {"metric_for_best_model": "mean_token_accuracy"}
+    with pytest.raises(ValueError, match="is 'mean_token_accuracy', expected 'eval_loss' or one"):
+        make("SFT", data=pairs(), options=best)
+    masked = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4
+    with pytest.raises(ValueError, match=r"has 0 samples once TRL has prepared it, .*\(64\) alone"):
+        make("SFT", data=masked, options={"max_length": 64})
+    model = build()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.attention_dropout 0.1, expected 0"):
+        make("SFT", data=pairs(), options={}, model=model)
+    raw = make("SFT", data=pairs(), options={"dataset_kwargs": {"skip_prepare_dataset": True}})
+    with pytest.raises(
+        ValueError, match=r"^dataset\[\d\]: a sample has \['completion', 'prompt'\]"
+    ):
+        raw.train()
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "gib"),
+    [
+        (2**24, {}, "4.0 GiB"),
+        (2**24 - 1, {}, ""),
+        (2**25, {"linear_cross_entropy": True}, ""),
+        (2**25, {"compute_loss_func": focal}, ""),
+    ],
+)
+def test_large_logits_are_told_of_where_trl_makes_none(rows, more, gib, tmp_path):
+    if more.get("linear_cross_entropy") and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip("torch has it from 2.13 on")
+    (told,) = run_ranks(1, tell_of_logits, tmp_path, rows, more)
+    assert len(told) == bool(gib)
+    assert all(gib in each and "64 words" in each and f"{rows:,} rows" in each for each in told)
+
+
+def tell_of_logits(rank, size, folder, rows, more):
+    told = []
+    with mock.patch("hcp.integrations.trl.sft._log.warning", lambda x, *y: told.append(x % y)):
+        made("SFT", size, folder, pairs(), True, {}, cp=hcp.Config(rows), **more)
+    return told
 
 
 def refuse_padded(rank, size, folder):

@@ -273,7 +273,10 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
         (["--data", "no/such/place"], "--data no/such/place: no such file or folder"),
         (["--hidden-size", "100"], "hidden_size (100) % (2 * num_attention_heads (4)) == 4"),
         (["--num-query-groups", "3"], "num_attention_heads (4) % num_query_groups (3) == 1"),
-        (["--context-parallel-size", "3"], "ranks (4) % context_parallel_size (3) == 1"),
+        (
+            ["--context-parallel-size", "3"],
+            "context_parallel_size is 3, expected a divisor of the 4 ranks",
+        ),
         (
             ["--max-seqlen-per-dp-cp-rank", "9"],
             "rank of 4 (2048) > max_seqlen_per_dp_cp_rank (9)",

@@ -513,9 +513,7 @@ def test_a_batch_without_a_loss_is_warned_of_once(
         dispatch_masked([0.0] * 5)
     (warned,) = caplog.records
     assert warned.levelname == "WARNING"
-    assert "no token of a global batch has a loss: 'loss_mask' is 0 everywhere" in (
-        warned.getMessage()
-    )
+    assert "a loss: 'loss_mask' is 0 for all 5 tokens of its 1 sequences" in warned.getMessage()
 
 
 @pytest.mark.parametrize("given", [None, torch.nn.Identity()])

@@ -43,6 +43,9 @@ LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
 # Their frequencies depend on the longest sequence that happens to be on this rank.
 VARYING_ROTARY = {"dynamic", "longrope"}
 
+ATTENTION_DROPS = {"attention_dropout": "attention_dropout", "attn_dropout": "attn_pdrop"}
+"""Names that layers give to the dropout of attention weights, and that of the option."""
+
 
 def register_hcp_attention(
     model: nn.Module | None = None, *, fused_rope: bool = True, send_latents: bool = True
@@ -125,6 +128,23 @@ def check_softcap(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for part in (config, *_parts(config)):
         if softcap := getattr(part, "attn_logit_softcapping", None):
             kernel_for(device, dtype, KernelChoice(softcap=softcap))
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raise ValueError for a model that drops attention weights out in training, where its layers
+    name how many: no forward finds it out before."""
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    of_layers = ((name, m) for name, m in model.named_modules() if vars(m).get("config") is text)
+    for name, module in of_layers:
+        for attribute, option in ATTENTION_DROPS.items():
+            rate = getattr(module, attribute, 0.0)
+            rate = getattr(rate, "p", rate)
+            if isinstance(rate, float) and rate > 0:
+                raise ValueError(
+                    f"{type(model).__name__} has {name}.{attribute} {rate:g}, expected 0: no "
+                    "kernel gives the same dropout under every layout. Make the model without it, "
+                    f"such as by from_pretrained(..., {option}=0.0)"
+                )
 
 
 def _parts(config: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator
 from hcp.integrations.columns import causal_lm_samples
 from hcp.integrations.loader import check_model_config, domain, is_stream
-from hcp.integrations.transformers.attention import check_softcap
+from hcp.integrations.transformers.attention import check_dropout, check_softcap
 from hcp.integrations.transformers.scores import register_for_scores, spread_scores
 from hcp.integrations.transformers.trainer import compute_dtype
 from hcp.planning.cost import CostModel
@@ -58,6 +58,7 @@ class ScoreTrainer(LogsMeans):
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         model = trainer.model
         check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
+        check_dropout(model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         with trainer.accelerator.autocast():
             register_for_scores(base, fused_rope=fused_rope)

@@ -41,6 +41,7 @@ from hcp.integrations.loader import (
     samples_of,
 )
 from hcp.integrations.transformers.attention import (
+    check_dropout,
     check_model,
     check_softcap,
     register_hcp_attention,
@@ -120,7 +121,9 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
             )
         check_model_config(cp)
         if global_batch_size is not None:
-            global_batch_size = expect_size("global_batch_size", global_batch_size, "samples")
+            global_batch_size = expect_size(
+                "global_batch_size", global_batch_size, "(samples of one update on all ranks)"
+            )
         super().__init__(*positional, **keywords)
         self.router_aux_loss_coef = self._coefficient_of_routers(router_aux_loss_coef)
         self.global_batch_size = (
@@ -129,6 +132,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         _check(self)
         check_model(self.model)
         check_softcap(self.model, self.args.device, compute_dtype(self.args, self.model))
+        check_dropout(self.model)
         register = register_for_images if images else register_hcp_attention
         if images:
             _check_images(self)
@@ -138,6 +142,7 @@ class Trainer(LogsMeans, transformers.Trainer):  # type: ignore[misc]
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size, self.args.device)
+        self.cp_config.validate(ranks=self.cp_groups.size("dp_cp"))
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
         self._weights_stay = weights_stay(self.accelerator)
@@ -421,6 +426,8 @@ def _skipping() -> Iterator[None]:
 def _check(trainer: Trainer) -> None:
     """Refuse options that would be wrong, or have no effect, if sequences are spread over ranks."""
     args = trainer.args
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        expect_size(f"TrainingArguments.{name}", getattr(args, name), "(samples)")
     _expect(
         args,
         "gradient_accumulation_steps",

@@ -23,6 +23,7 @@ from hcp.integrations.gathers import weights_come_later
 from hcp.integrations.loader import check_model_config, domain
 from hcp.integrations.model_cost import cost_of_model
 from hcp.integrations.transformers.attention import (
+    check_dropout,
     check_softcap,
     own_attention,
     register_hcp_attention,
@@ -80,6 +81,7 @@ class PaddedTrainer(LogsMeans):
         trainer: Any = self
         _check(trainer, cp)
         cp = with_barrier_of(trainer.accelerator, cp)
+        check_dropout(trainer.model)
         _expect_weights_of_reference(trainer)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         for model in (trainer.model, getattr(trainer, "ref_model", None)):

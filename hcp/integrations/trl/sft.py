@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,9 +11,16 @@ import trl
 from torch import Tensor
 
 from hcp.integrations.columns import MASKS, causal_lm_samples
+from hcp.integrations.loader import is_stream
 from hcp.integrations.transformers.trainer import Trainer
 
+_log = logging.getLogger("hcp")
+
 COMPLETION = "completion_mask"
+LARGE_GIB = 4.0
+"""Of logits that are told of."""
+METRICS = ("entropy", "mean_token_accuracy", "num_tokens")
+"""TRL's own, which hcp does not log."""
 PLAIN = ("nll", "chunked_nll")
 """TRL's names of the plain cross entropy. It computes the second in chunks of rows."""
 
@@ -29,7 +37,7 @@ def prepared_samples(
     more = ["position_ids"] if "seq_lengths" in absent else []
     masks = MASKS if completion_only else tuple(name for name in MASKS if name != COMPLETION)
     more += masks if "labels" in absent else ()
-    named = ("input_ids", "labels", "seq_lengths", *more)
+    named = ("input_ids", "labels", "seq_lengths", *more) if "input_ids" in item else tuple(item)
     return causal_lm_samples({name: item[name] for name in named if name in item})
 
 
@@ -40,6 +48,9 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
     no token sees another document. Labels are those that TRL makes of completions or assistants'
     turns. TRL's own metrics (entropy, token accuracy) are not logged.
 
+    TRL's own trainer makes no logits. This one makes those of all rows of a rank, in float32, and
+    their gradients, unless `linear_cross_entropy=True`; where they are large it says so.
+
     Experts are balanced by `SFTConfig.router_aux_loss_coef`, in training: a mean over sequences,
     see `router_aux_loss`.
     """
@@ -48,6 +59,7 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
         """See `hcp.integrations.transformers.Trainer` and `trl.SFTTrainer`. Raises ValueError for
         options of TRL's that would have no effect."""
         super().__init__(*positional, **keywords)
+        _check(self)
         if keywords.get("to_sample") is None:
             only = self.completion_only_loss
             self.to_sample = partial(prepared_samples, completion_only=only)
@@ -61,6 +73,22 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
                 "the processing class is of a model with images, expected a tokenizer: hcp "
                 "dispatches tokens only"
             )
+        self._tell_of_logits()
+
+    def _tell_of_logits(self) -> None:
+        """Warn of logits that TRL's own trainer would not make, where they take much memory."""
+        words = getattr(self.model.config.get_text_config(), "vocab_size", 0)
+        rows = self.cp_config.max_seqlen_per_dp_cp_rank
+        gib = rows * words * 4 / 2**30
+        if self.linear_cross_entropy or self.compute_loss_func is not None or gib < LARGE_GIB:
+            return
+        if self.is_world_process_zero():
+            _log.warning(
+                "hcp: the logits of %s rows (max_seqlen_per_dp_cp_rank) and %s words take %.1f GiB "
+                "of a rank in float32, and their gradients as much. TRL's own SFTTrainer makes "
+                "none, and neither does SFTTrainer(..., linear_cross_entropy=True)",
+                *(f"{rows:,}", f"{words:,}", gib),
+            )
 
     def _coefficient_of_routers(self, given: float) -> float:
         """That of TRL's options, or of the model's configuration, unless one is given. The model's
@@ -73,3 +101,27 @@ class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
     def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
         with self.maybe_activation_offload_context:
             return super().training_step(*positional, **keywords)
+
+
+def _check(trainer: SFTTrainer) -> None:
+    """Refuse options of TRL's that would have no effect, or fail late, and a dataset of which TRL
+    has left nothing."""
+    args = trainer.args
+    if (multiple := getattr(args, "pad_to_multiple_of", None)) is not None:
+        raise ValueError(
+            f"SFTConfig.pad_to_multiple_of is {multiple!r}, expected None: hcp packs samples, and "
+            "pads none"
+        )
+    best = (args.metric_for_best_model or "").removeprefix("eval_")
+    if best in METRICS and trainer.compute_metrics is None:
+        raise ValueError(
+            f"SFTConfig.metric_for_best_model is {args.metric_for_best_model!r}, expected "
+            f"'eval_loss' or one of compute_metrics: hcp does not log TRL's own, {METRICS}"
+        )
+    dataset = trainer.train_dataset
+    if dataset is not None and not is_stream(dataset) and len(dataset) == 0:
+        raise ValueError(
+            "train_dataset has 0 samples once TRL has prepared it, expected some: it leaves out "
+            "those whose labels are all -100, such as prompts that fill max_length "
+            f"({args.max_length}) alone. Raise max_length, or check how labels are masked"
+        )

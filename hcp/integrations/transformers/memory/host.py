@@ -73,16 +73,17 @@ class LayerCopies:
 
     def pack(self, tensor: Tensor) -> _Stays | _Seen:
         # Without its graph: an operator that saves its own result would hold itself.
-        tensor = tensor.detach()
+        whole = tensor.detach()
+        tensor = _without_repeats(whole)
         if not self._goes(tensor):
-            return _Stays(tensor, tensor._version)
+            return _Stays(whole, whole._version)
         kind = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
         layout: Any = tensor.nbytes if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         key = _storage(tensor), tensor.storage_offset(), layout, kind
         if key not in self._known:  # several operators save the same, and views of it
             self._known[key] = tensor, Parked(tensor, self._host)
             self._parked.append(weakref.ref(self._known[key][1]))
-        return _Seen(self._known[key][1], tensor.shape)
+        return _Seen(self._known[key][1], tensor.shape, whole.shape)
 
     def _goes(self, tensor: Tensor) -> bool:
         return (
@@ -100,7 +101,7 @@ class LayerCopies:
             _expect_as_saved(packed.tensor, packed.tensor._version, packed.version)
             return packed.tensor
         self._host.drain()
-        tensor = packed.parked.tensor().view(packed.shape)
+        tensor = packed.parked.tensor().view(packed.shape).expand(packed.expanded)
         before, self._before = self._before(), lambda: None
         if before is not None:  # the layer whose backward is next
             before.fetch()
@@ -135,10 +136,12 @@ def _expect_as_saved(tensor: Tensor, version: int, expected: int) -> None:
 
 
 class _Seen(NamedTuple):
-    """A saved tensor: memory that is on the host, and the shape in which an operator saw it."""
+    """A saved tensor: memory that is on the host, its shape, and that in which an operator saw it,
+    which may repeat it."""
 
     parked: Parked
     shape: torch.Size
+    expanded: torch.Size
 
 
 class Parked:
@@ -186,6 +189,15 @@ class Parked:
         with self._stream:
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """A tensor that was expanded, such as a mask over its heads, without what repeats its memory:
+    a copy would hold all of it."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor[tuple(slice(1 if stride == 0 and n > 1 else n) for stride, n in sizes)]
 
 
 def _storage(tensor: Tensor) -> int:
