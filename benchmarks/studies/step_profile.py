@@ -104,7 +104,9 @@ def tell(args: argparse.Namespace) -> None:
         if named and event.get("cat") in ("user_annotation", "cpu_op"):
             ranges[named[1], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     threads = sorted({tid for _, tid in ranges})
-    print("\n| range of the host | thread | ms a step | times | idle within |\n|---|---|---|---|---|")
+    print(
+        "\n| range of the host | thread | ms a step | times | idle within |\n|---|---|---|---|---|"
+    )
     for (name, tid), spans in sorted(ranges.items(), key=lambda each: -length(each[1])):
         if length(spans) / each >= LEAST_MS:  # shorter ones tell nothing
             within = sum(common(gap, span) for gap in idle for span in spans)

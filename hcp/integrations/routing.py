@@ -24,7 +24,6 @@ from hcp.exchange.layout import Layout, copied
 from hcp.planning.plan import Plan
 from hcp.step.handler import ContextParallelHandler
 
-
 CPU = torch.device("cpu")
 
 
@@ -77,7 +76,7 @@ def part_counts(cp: ContextParallelHandler, chosen: Tensor, experts: int) -> Ten
 def batch_sum(cp: ContextParallelHandler, sums: Tensor) -> Tensor:
     """Sum over parts (P, W), each once for each text through it: (W,), with gradients."""
     if cp.layout.has_branches:
-        texts = _texts_of(cp.layout, sums.device)
+        texts = _texts_on(cp.layout, sums.device)
         sums = sums * texts.through(texts.ends.unsqueeze(1)).to(sums.dtype)
     return sums.sum(0)
 
@@ -97,7 +96,7 @@ def text_means(cp: ContextParallelHandler, counts: Tensor, power: int) -> Tensor
     layout = cp.layout
     if not layout.has_branches:
         return counts / _lengths_of(layout, counts.device).pow(power).unsqueeze(1)
-    texts = _texts_of(layout, counts.device)
+    texts = _texts_on(layout, counts.device)
     shares = (texts.ends / texts.along(texts.rows).pow(power)).unsqueeze(1)
     return texts.through(texts.along(counts) * shares)
 
@@ -171,15 +170,17 @@ class _Texts(NamedTuple):
 
 
 @lru_cache(maxsize=8)
+def _texts_on(layout: Layout, device: torch.device) -> _Texts:
+    """Those of the host, copied, which no layer waits for."""
+    texts = _texts_of(layout)
+    levels = [(copied(own, device), copied(above, device)) for own, above in texts.levels]
+    rows, ends = copied(texts.rows, device), copied(texts.ends, device)
+    return texts._replace(rows=rows, ends=ends, levels=levels)
+
+
+@lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _texts_of(layout: Layout, device: torch.device = CPU) -> _Texts:
-    """On a device: a copy, which no layer waits for."""
-    if device != CPU:
-        texts = _texts_of(layout)
-        levels = [(copied(own, device), copied(above, device)) for own, above in texts.levels]
-        return texts._replace(
-            rows=copied(texts.rows, device), ends=copied(texts.ends, device), levels=levels
-        )
+def _texts_of(layout: Layout) -> _Texts:
     layout.plan.core.expect_trees("a loss or count of routers")
     starts, rows, parents, depths = list[tuple[int, int]](), list[int](), list[int](), list[int]()
     number: list[int] = []  # the part of each stretch

@@ -387,7 +387,7 @@ def loopback(
     def run(rank: int) -> None:
         this_thread.ranks = ranks
         try:
-            if world.device.index is not None:  # a thread begins on the first GPU, which others may use
+            if world.device.index is not None:  # a thread begins on the first GPU, whatever this is
                 torch.accelerator.set_device_index(world.device.index)
             # One thread serves all backwards of a GPU otherwise, and would wait for itself.
             with torch.autograd.set_multithreading_enabled(False):

@@ -1,5 +1,5 @@
-"""Copies of the next step run while this one computes, and are there when they are read; the threads
-of hcp.loopback compute on the GPU that they are given, and on no other."""
+"""Copies of the next step run while this one computes, and are there when they are read. The
+threads of hcp.loopback compute on the GPU that they are given, and on no other."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-
 from support.trees import Tree
 
 import hcp
@@ -18,7 +19,9 @@ pytestmark = [
 LENGTHS, EXPERTS, CHOSEN, STANDING_IN = (40, 7, 1, 19), 6, 2, 3
 
 
-def balanced(cp: hcp.ContextParallelHandler, chosen: torch.Tensor, scores: torch.Tensor) -> tuple:
+def balanced(
+    cp: hcp.ContextParallelHandler, chosen: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     counts = routing.part_counts(cp, chosen, EXPERTS)
     weights = routing.text_means(cp, counts, 2)
     sums = routing.part_sums(cp, scores)
@@ -34,7 +37,7 @@ def test_sums_over_sequences_do_not_wait_and_are_those_of_the_cpu(tree: bool) ->
     scores = torch.rand(rows, EXPERTS, generator=generator, dtype=torch.float64)
 
     def on(device: str, mode: str) -> list[torch.Tensor]:
-        def work(groups: object) -> tuple:
+        def work(groups: Any) -> tuple[torch.Tensor, ...]:
             plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=rows, masks=masks)
             cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
             given = chosen.to(device), scores.to(device)

@@ -12,11 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "studies" / "step_profile.py"
 
 
-def event(cat: str, name: str, start_ms: float, ms: float, thread: int = 0) -> dict[str, object]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": start_ms * 1e3, "dur": ms * 1e3, "tid": thread}
+Event = dict[str, object]
 
 
-def told(path: Path, *events: dict[str, object], steps: int = 1) -> subprocess.CompletedProcess[str]:
+def event(cat: str, name: str, start_ms: float, ms: float, thread: int = 0) -> Event:
+    times = {"ts": start_ms * 1e3, "dur": ms * 1e3}
+    return {"ph": "X", "cat": cat, "name": name, "tid": thread, **times}
+
+
+def told(path: Path, *events: Event, steps: int = 1) -> subprocess.CompletedProcess[str]:
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}, file)
     command = [sys.executable, str(PROGRAM), "--out", str(path), "--steps", str(steps)]
