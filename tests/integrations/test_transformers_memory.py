@@ -403,18 +403,43 @@ def test_a_layer_that_fails_leaves_nothing_on_the_host_or_on_its_way(word):
     assert torch.equal(torch.autograd.grad(loss_of(model), model.lm_head.weight)[0], expected)
 
 
-def test_weights_that_are_updated_before_the_backward_are_told():
-    """As autograd does without hooks."""
+@pytest.mark.parametrize(
+    ("word", "chunk_rows", "weight"),
+    [
+        ("offload", 0, "layers.1.mlp.up_proj"),
+        ("recompute", 0, "layers.1.mlp.up_proj"),
+        ("recompute_offload", 0, "layers.1.self_attn.q_proj"),
+        ("recompute", 7, "layers.1.mlp.down_proj"),
+        ("keep", 7, "norm"),
+    ],
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_weights_that_are_updated_before_the_backward_are_told(word, chunk_rows, weight, learns):
+    """As autograd does without hooks, and where it saves no weights. Also frozen ones, by which
+    gradients get to others."""
     from hcp.integrations.transformers import memory
 
     model = build()
-    memory.apply(model, memory.Choice(("offload",) * 4))
+    updated = model.model.get_submodule(weight).weight.requires_grad_(learns)
+    memory.apply(model, memory.Choice((word,) * 4, chunk_rows))
     loss = loss_of(model)
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+        updated.mul_(2)
     message = r"saved torch.float64 tensor of \(.*\) is at version \d+, expected \d+ as in the for"
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_rows_of_chunks_that_are_modified_before_the_backward_are_told(learns):
+    from hcp.integrations.transformers.memory.row_chunks import InChunks
+
+    rows = torch.randn(1, 11, 32, dtype=torch.float64, requires_grad=learns)
+    out = InChunks(build().model.layers[0].mlp, 4, None)(rows)
+    with torch.no_grad():
+        rows.mul_(2)
+    with pytest.raises(RuntimeError, match=r"is at version 1.* expected (version )?0"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("on_its_way", [True, False])

@@ -126,6 +126,19 @@ class _Stays(NamedTuple):
     version: int
 
 
+class Seen:
+    """Tensors that a forward has read, and that it reads again where it is computed again for its
+    backward. Autograd checks the versions of what it saves, and of these nothing is saved."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def expect_unchanged(self) -> None:
+        """Raise RuntimeError if one was modified since."""
+        for tensor, version in self._versions:
+            _expect_as_saved(tensor, tensor._version, version)
+
+
 def _expect_as_saved(tensor: Tensor, version: int, expected: int) -> None:
     if version != expected:
         raise RuntimeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hcp.attention.kept import KeptResults
 from hcp.integrations.transformers.memory.choice import Choice, LayerRows
-from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies
+from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies, Seen
 from hcp.integrations.transformers.memory.row_chunks import InChunks, norms_outside, row_wise_of
 
 
@@ -156,45 +155,51 @@ class _LayerForward:
         self.compute = _recomputed if word.startswith("recompute") else _kept
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
-        own, given = partial(type(self.layer).forward, self.layer), (hidden, *others)
+        given = hidden, *others
         if not torch.is_grad_enabled():
-            return own(*given, **named)
+            return _kept(self.layer, None, given, named)
         if self.layer.training:
             _expect_no_checkpointing(self.layer)  # which a Trainer switches on when it trains
         try:
-            return self._watched(own, given, named)
+            return self._watched(given, named)
         except BaseException:
             self.host.drain()  # rows that no backward will ask for
             raise
 
-    def _watched(self, own: Own, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _watched(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self.goes:
-            result = self.compute(own, None, given, named)
+            result = self.compute(self.layer, None, given, named)
             self.host.drain()  # of the layer before, whose rows have left by now
             return result
         hidden, *others = given
         shared = (x for x in tree_leaves((others, named)) if isinstance(x, Tensor))
         copies = self.host.layer(self.layer, shared, hidden.device)
         with saved_tensors_hooks(copies.pack, copies.unpack):
-            result = self.compute(own, copies, given, named)
+            result = self.compute(self.layer, copies, given, named)
         copies.computed()
         return result
 
 
-Own = Callable[..., Any]
-
-
-def _kept(own: Own, copies: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    return own(*given, **named)
+def _kept(layer: nn.Module, copies: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return type(layer).forward(layer, *given, **named)
 
 
 def _recomputed(
-    own: Own, copies: LayerCopies | None, given: tuple[Any, ...], named: dict[str, Any]
+    layer: nn.Module,
+    copies: LayerCopies | None,
+    given: tuple[Any, ...],
+    named: dict[str, Any],
 ) -> Any:
     """Hooks of saved tensors that are outside of a checkpoint get its input alone."""
     results = KeptResults() if copies is None else KeptResults(copies.pack, copies.unpack)
+    weights = Seen(layer.parameters())
+
+    def computed(*given: Any, **named: Any) -> Any:
+        weights.expect_unchanged()
+        return type(layer).forward(layer, *given, **named)
+
     return checkpoint(
-        own,
+        computed,
         *given,
         use_reentrant=False,
         context_fn=lambda: (results.keeping(), results.recalling()),

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from hcp.integrations.transformers.memory.host import Seen
+
 NAMES = ("mlp", "feed_forward")
 """What models call the MLP of a layer."""
 
@@ -92,8 +94,10 @@ class InChunks:
         if self.part.training:
             _expect_no_dropout(self.part)  # of adapters that came after the choice
         held = _Rows.apply(hidden)  # type: ignore[no-untyped-call]
-        own = [p for p in self.part.parameters() if p.requires_grad]
-        given = held, held.grad_fn, forward, self.rows, *own
+        weights = list(self.part.parameters())
+        seen = Seen(weights if held.grad_fn else [*weights, held])
+        own = [p for p in weights if p.requires_grad]
+        given = held, held.grad_fn, forward, self.rows, seen, *own
         out: Tensor = _Chunks.apply(*given)  # type: ignore[no-untyped-call]
         return out
 
@@ -128,9 +132,16 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, held: Any, forward: Forward, rows: int, *parameters: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        held: Any,
+        forward: Forward,
+        rows: int,
+        seen: Seen,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.held, ctx.run, ctx.rows, ctx.parameters = held, forward, rows, parameters
+        ctx.seen = seen
         ctx.hidden = hidden if held is None else None
         ctx.autocast = _autocast_of(hidden.device.type)
         return _by_chunks(forward, hidden, rows)
@@ -138,6 +149,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.seen.expect_unchanged()
         hidden: Tensor = ctx.hidden if ctx.held is None else ctx.held.saved_tensors[0]
         grad_hidden, sums = torch.zeros_like(hidden), [None] * len(ctx.parameters)
         for start in range(0, hidden.shape[1], ctx.rows):
@@ -150,7 +162,7 @@ class _Chunks(torch.autograd.Function):
             None if total is None else total.to(p.dtype)
             for total, p in zip(sums, ctx.parameters, strict=True)
         ]
-        return grad_hidden, None, None, None, *grads
+        return grad_hidden, None, None, None, None, *grads
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
