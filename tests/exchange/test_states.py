@@ -434,9 +434,10 @@ def test_a_layer_costs_what_travels_and_what_it_computes_more(
 
 @pytest.mark.parametrize(("far", "by_rounds"), [(1, False), (64, True)])
 def test_states_travel_by_rounds_where_links_between_nodes_make_that_cheaper(
-    far: int, by_rounds: bool
+    far: int, by_rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank gathers 13 states or gets 8 in 5 rounds, each of which costs 1 MiB."""
+    monkeypatch.setattr(passing, "ROUND_BYTES", 1 << 20)
     plan = hcp.plan(
         [64],
         ranks=8,
@@ -447,6 +448,15 @@ def test_states_travel_by_rounds_where_links_between_nodes_make_that_cheaper(
     for rank in range(8):
         chosen = passing.StatePasses(Layout(plan, 0, rank), torch.device("cpu")).choose(2**16)
         assert chosen.by_rounds == by_rounds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_states_of_a_node_are_gathered_where_a_round_takes_longer_than_they_do(ranks: int) -> None:
+    """8 MiB are those of 64 heads of a gated delta net."""
+    plan = hcp.plan([64], ranks=ranks, max_tokens_per_rank=64, min_degree=ranks)
+    for rank in range(ranks):
+        passes = passing.StatePasses(Layout(plan, 0, rank), torch.device("cpu"))
+        assert not passes.choose(2**23).by_rounds
 
 
 def test_a_price_below_nothing_is_refused() -> None:
