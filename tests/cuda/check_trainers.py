@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--trainers", nargs="+", choices=PACKAGES, default=list(PACKAGES))
     parser.add_argument("--ranks", type=int, help="default: every GPU; 2 on a CPU")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="some of them")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds of each run")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of each run")
     parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_rank:
