@@ -28,7 +28,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
+from common.trace import Event, profile_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
@@ -87,7 +90,8 @@ def tell(args: argparse.Namespace) -> None:
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not on_gpu:
         raise SystemExit(f"{args.out} has {len(events)} events and none of a GPU")
-    idle = gaps([(e["ts"], e["ts"] + e["dur"]) for e in on_gpu])
+    found = profile_of([Event(e["name"], e["tid"], ns(e["ts"]), ns(e["dur"])) for e in on_gpu])
+    idle = [(gap.start / 1e3, (gap.start + gap.duration) / 1e3) for gap in found.gaps]
     kinds, counts = defaultdict[str, float](float), defaultdict[str, int](int)
     for event in on_gpu:
         kind = next(k for k, text in KINDS.items() if re.search(text, event["name"], re.I))
@@ -116,16 +120,8 @@ def tell(args: argparse.Namespace) -> None:
             )
 
 
-def gaps(spans: Sequence[Span]) -> list[Span]:
-    """The times between the first and the last in which there is none."""
-    found: list[Span] = []
-    ordered = sorted(spans)
-    latest = ordered[0][1]
-    for start, end in ordered:
-        if start > latest:
-            found.append((latest, start))
-        latest = max(latest, end)
-    return found
+def ns(microseconds: float) -> int:
+    return round(1e3 * microseconds)
 
 
 def length(spans: Sequence[Span]) -> float:

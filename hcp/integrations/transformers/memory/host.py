@@ -126,9 +126,9 @@ class _Stays(NamedTuple):
     version: int
 
 
-class Seen:
-    """Tensors that a forward has read, and that it reads again where it is computed again for its
-    backward. Autograd checks the versions of what it saves, and of these nothing is saved."""
+class Versions:
+    """Those of tensors that a forward has read, and that it reads again where it is computed again
+    for its backward. Autograd checks the versions of what it saves, and of these it saves none."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors]

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hcp.attention.kept import KeptResults
 from hcp.integrations.transformers.memory.choice import Choice, LayerRows
-from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies, Seen
+from hcp.integrations.transformers.memory.host import HostCopies, LayerCopies, Versions
 from hcp.integrations.transformers.memory.row_chunks import InChunks, norms_outside, row_wise_of
 
 
@@ -192,7 +192,7 @@ def _recomputed(
 ) -> Any:
     """Hooks of saved tensors that are outside of a checkpoint get its input alone."""
     results = KeptResults() if copies is None else KeptResults(copies.pack, copies.unpack)
-    weights = Seen(layer.parameters())
+    weights = Versions(layer.parameters())
 
     def computed(*given: Any, **named: Any) -> Any:
         weights.expect_unchanged()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from hcp.integrations.transformers.memory.host import Seen
+from hcp.integrations.transformers.memory.host import Versions
 
 NAMES = ("mlp", "feed_forward")
 """What models call the MLP of a layer."""
@@ -95,9 +95,9 @@ class InChunks:
             _expect_no_dropout(self.part)  # of adapters that came after the choice
         held = _Rows.apply(hidden)  # type: ignore[no-untyped-call]
         weights = list(self.part.parameters())
-        seen = Seen(weights if held.grad_fn else [*weights, held])
+        versions = Versions(weights if held.grad_fn else [*weights, held])
         own = [p for p in weights if p.requires_grad]
-        given = held, held.grad_fn, forward, self.rows, seen, *own
+        given = held, held.grad_fn, forward, self.rows, versions, *own
         out: Tensor = _Chunks.apply(*given)  # type: ignore[no-untyped-call]
         return out
 
@@ -137,11 +137,11 @@ class _Chunks(torch.autograd.Function):
         held: Any,
         forward: Forward,
         rows: int,
-        seen: Seen,
+        versions: Versions,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.held, ctx.run, ctx.rows, ctx.parameters = held, forward, rows, parameters
-        ctx.seen = seen
+        ctx.versions = versions
         ctx.hidden = hidden if held is None else None
         ctx.autocast = _autocast_of(hidden.device.type)
         return _by_chunks(forward, hidden, rows)
@@ -149,7 +149,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.seen.expect_unchanged()
+        ctx.versions.expect_unchanged()
         hidden: Tensor = ctx.hidden if ctx.held is None else ctx.held.saved_tensors[0]
         grad_hidden, sums = torch.zeros_like(hidden), [None] * len(ctx.parameters)
         for start in range(0, hidden.shape[1], ctx.rows):
